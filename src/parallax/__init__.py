@@ -1,0 +1,43 @@
+"""Data-parallel training for PyTorch that knows what is sparse.
+
+    session = parallax.parallelize(model, optimizer)
+    for batch in session.shard(loader):
+        ...
+
+The names below are the whole public surface. They are loaded on first use, so that the command
+line, which imports this package too, does not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallax import errors, init
+    from parallax.config import Config
+    from parallax.ledger import Ledger
+    from parallax.plan import Plan
+    from parallax.session import Session, parallelize
+
+__all__ = ["Config", "Ledger", "Plan", "Session", "errors", "init", "parallelize"]
+
+_HOMES = {
+    "Config": "parallax.config",
+    "Ledger": "parallax.ledger",
+    "Plan": "parallax.plan",
+    "Session": "parallax.session",
+    "parallelize": "parallax.session",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in __all__:
+        return importlib.import_module(f"parallax.{name}")
+    raise AttributeError(f"module 'parallax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,122 @@
+"""What a user may choose, and the checking of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from parallax.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Initializer = Callable[[torch.Tensor, torch.Size, torch.dtype, int], torch.Tensor]
+"""(ids of rows, shape of a row, dtype, the table's seed) → the start values of those rows."""
+
+ROUTES = ("all-reduce", "sharded")
+_Value = TypeVar("_Value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `parallelize`; each may also be given there as a keyword.
+
+    A pattern is a shell-style one (`*`, `?`, `[…]`) over parameter names as in
+    `model.named_parameters()`; the first that matches wins.
+    """
+
+    routes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Pattern → "sharded" or "all-reduce": forces the route of parameters."""
+
+    lazy: bool | Sequence[str] = False
+    """Update only the rows that a step touches, also where the optimizer would have changed the
+    others (momentum, weight decay, Adam's averages): for all tables, or for these patterns."""
+
+    init: Mapping[str, Initializer] = dataclasses.field(default_factory=dict)
+    """Pattern → start values for tables built on the `meta` device (see `parallax.init`)."""
+
+    seed: int = 0
+    """Seed of the start values of tables built on the `meta` device."""
+
+    timeout_seconds: float = 300.0
+    """The longest wait for other workers, after which an error names them."""
+
+    device: str | None = None
+    """Where parameters on the `meta` device are made; by default this worker's GPU or the CPU."""
+
+    bucket_megabytes: float = 25.0
+    """Size of the buckets in which dense gradients are all-reduced beside backward."""
+
+    broadcast_buffers: bool = True
+    """Give rank 0's buffers (say batch-norm statistics) to all after steps that changed them."""
+
+    ledger_steps: int = 1000
+    """How many steps the ledger keeps one by one; its totals cover all."""
+
+    def __post_init__(self) -> None:
+        _check_patterns("routes", self.routes)
+        _check_patterns("init", self.init)
+        for pattern, route in self.routes.items():
+            if route not in ROUTES:
+                raise ConfigError(
+                    f"Config.routes[{pattern!r}] is {route!r}; allowed are "
+                    + " and ".join(repr(name) for name in ROUTES)
+                )
+        if isinstance(self.lazy, str):
+            raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
+        for name in ("timeout_seconds", "bucket_megabytes"):
+            _check_positive(name, getattr(self, name))
+        if not isinstance(self.ledger_steps, int) or self.ledger_steps < 1:
+            raise ConfigError(f"Config.ledger_steps must be at least 1, not {self.ledger_steps!r}")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """Read a TOML file whose keys are the fields of this class."""
+        try:
+            fields = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}") from error
+        return cls().replace(**fields)
+
+    def replace(self, **overrides: Any) -> Config:
+        """A copy with some fields changed; an unknown name is an error."""
+        known = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(set(overrides) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"unknown option {', '.join(map(repr, unknown))}; "
+                f"the options are {', '.join(known)}"
+            )
+        return dataclasses.replace(self, **overrides)
+
+    def route_of(self, name: str) -> str | None:
+        return first_match(self.routes, name)
+
+    def is_lazy(self, name: str) -> bool:
+        if isinstance(self.lazy, bool):
+            return self.lazy
+        return any(fnmatchcase(name, pattern) for pattern in self.lazy)
+
+
+def first_match(patterns: Mapping[str, _Value], name: str) -> _Value | None:
+    """The value of the first pattern that `name` matches."""
+    return next((value for key, value in patterns.items() if fnmatchcase(name, key)), None)
+
+
+def _check_patterns(field: str, patterns: object) -> None:
+    if not isinstance(patterns, Mapping) or not all(isinstance(key, str) for key in patterns):
+        raise ConfigError(f"Config.{field} takes a mapping of name patterns, not {patterns!r}")
+
+
+def _check_positive(field: str, value: object) -> None:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"Config.{field} must be a positive number, not {value!r}")

@@ -1,0 +1,202 @@
+"""The all-reduce route: torch's own reducer, armed by the first gradient of each backward.
+
+[Note: arming] DistributedDataParallel prepares its reducer in `forward`, and so leaves gradients
+unsynchronised when a script reaches backward by another way. Here no forward is needed: the hook
+that runs after a parameter's first gradient arms the reducer, just before the reducer's own hook
+on that parameter. At the end of the backward, parameters that got no gradient in it are given a
+zero one, so that the reducer always finishes; one that has no gradient on any worker gets its
+None back. Each reduction therefore averages exactly what is in `.grad` on every worker.
+
+[Note: scale] Worker i's mean loss counts n_i/Σn. The reducer averages over N workers, so worker i
+multiplies its gradients by n_i·N/Σn, as they arrive and only if that is not 1. Gradients that are
+accumulated over several backwards keep each its own weight, and reducing twice changes nothing,
+because the weights of the workers sum to N.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from parallax import cost
+from parallax.exchange.peers import Peers
+
+
+class DenseRoute:
+    """Parameters of which each worker has a copy, and whose gradients are all-reduced."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        group: dist.ProcessGroup | None,
+        bucket_megabytes: float,
+        begin: Callable[[], float],
+        scale: Callable[[], float],
+        order: list[str],
+    ) -> None:
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._peers = peers
+        self._group = group
+        self._bucket_megabytes = bucket_megabytes
+        self._begin = begin
+        self._scale = scale
+        self._order = order  # the same on every worker, whenever a parameter was adopted
+        self._strays: set[str] = set()
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._fired: set[str] = set()
+        self._reduced: list[str] = []
+        self._engine: DistributedDataParallel | None = None
+        self._works: list[dist.Work] = []
+        self._completing = False
+
+    def adopt(self, name: str, parameter: nn.Parameter, *, stray: bool = False) -> None:
+        """Take a parameter in. A stray is not in the reducer before the next step."""
+        self.parameters[name] = parameter
+        self._names[id(parameter)] = name
+        if stray:
+            self._strays.add(name)
+        self._hook(name, parameter)
+
+    def release(self, name: str) -> None:
+        """Let a parameter go that has become a table."""
+        parameter = self.parameters.pop(name)
+        self._strays.discard(name)
+        del self._names[id(parameter)]
+
+    def settle(self) -> None:
+        """A step has ended: strays belong to the reducer from now on."""
+        self._strays.clear()
+
+    def close(self) -> None:
+        self._drop_engine()
+        for handle in self._handles:
+            handle.remove()
+
+    # A backward ---------------------------------------------------------------------------
+
+    def arm(self) -> None:
+        """Make the reducer expect gradients. See [Note: arming]."""
+        self._fired.clear()
+        wanted = [name for name in self._order if self._is_reduced(name)]
+        if wanted != self._reduced:
+            self._build_engine(wanted)
+        if self._engine is not None:
+            reducer = self._engine.reducer
+            with self._peers.waiting("laying out the gradient buckets"):
+                reducer._rebuild_buckets()
+            reducer.prepare_for_backward([])
+
+    def complete(self) -> None:
+        """Give parameters without a gradient in this backward a zero one, and reduce."""
+        missing = [self.parameters[name] for name in self._reduced if name not in self._fired]
+        if missing:
+            self._completing = True
+            try:
+                with torch.enable_grad():
+                    torch.autograd.backward(
+                        [parameter.view_as(parameter) for parameter in missing],
+                        [torch.zeros_like(parameter) for parameter in missing],
+                    )
+            finally:
+                self._completing = False
+        works, self._works = self._works, []
+        with self._peers.waiting(f"the all-reduce of dense gradients in step {self._peers.step}"):
+            for work in works:
+                self._peers.wait(work)
+
+    def forget(self, names: list[str]) -> None:
+        """Parameters that have no gradient on any worker have none here either."""
+        for name in names:
+            if name in self.parameters:
+                self.parameters[name].grad = None
+
+    def reduce_strays(self, used: set[str], extra: dict[str, Tensor | None]) -> None:
+        """All-reduce what the reducer does not know yet; `extra` is added to the gradients."""
+        strays = [name for name in self._order if name in self._strays and name in used]
+        for name in strays:
+            parameter, addend = self.parameters[name], extra.get(name)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if addend is not None:
+                parameter.grad.add_(addend)
+        with self._peers.waiting(
+            f"the all-reduce of new dense gradients in step {self._peers.step}"
+        ):
+            for name in strays:
+                gradient = self.parameters[name].grad
+                assert gradient is not None
+                self._book(name, gradient)
+                self._peers.wait(self._average(gradient))
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _is_reduced(self, name: str) -> bool:
+        parameter = self.parameters.get(name)
+        return parameter is not None and parameter.requires_grad and name not in self._strays
+
+    def _hook(self, name: str, parameter: nn.Parameter) -> None:
+        def scaled(gradient: Tensor) -> Tensor | None:
+            scale = 1.0 if self._completing else self._scale()
+            if scale == 1.0:
+                return None
+            # A worker without samples may have NaN here: its gradient is zero, not zero times it.
+            return torch.zeros_like(gradient) if scale == 0.0 else gradient * scale
+
+        def arrived(_: Tensor) -> None:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # the reducer takes dense ones only
+            if not self._completing:
+                self._begin()
+                self._fired.add(name)
+
+        # Frozen parameters have hooks too, for the day they are unfrozen.
+        needs = parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handles.append(parameter.register_hook(scaled))
+        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+        parameter.requires_grad_(needs)
+
+    def _build_engine(self, names: list[str]) -> None:
+        self._drop_engine()
+        self._reduced = names
+        if not names or self._peers.num_workers == 1:
+            return
+        holder = nn.Module()
+        holder.held = nn.ParameterList([self.parameters[name] for name in names])
+        self._engine = DistributedDataParallel(
+            holder,
+            process_group=self._group,
+            bucket_cap_mb=self._bucket_megabytes,
+            init_sync=False,
+        )
+        self._engine.register_comm_hook(None, self._reduce_bucket)
+
+    def _drop_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.reducer._remove_autograd_hooks()
+            self._engine = None
+        self._reduced = []
+
+    def _reduce_bucket(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._book(self._names[id(parameter)], gradient)
+        work = self._average(bucket.buffer())
+        assert work is not None
+        self._works.append(work)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _average(self, values: Tensor) -> dist.Work | None:
+        if self._peers.num_workers == 1:
+            return None
+        values.div_(self._peers.num_workers)
+        return dist.all_reduce(values, group=self._group, async_op=True)  # type: ignore[no-any-return]
+
+    def _book(self, name: str, gradient: Tensor) -> None:
+        size_bytes = gradient.numel() * gradient.element_size()
+        sent = cost.allreduce_bytes(size_bytes, self._peers.num_workers)
+        self._peers.ledger.add(name, sent_bytes=sent, received_bytes=sent)

@@ -1,0 +1,94 @@
+"""Where each worker is, so that the error of a wait can name who waited for whom."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+BEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What a worker last said of itself."""
+
+    rank: int
+    beat: int
+    where: str
+    waits: bool
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} {'is in' if self.waits else 'was last in'} {self.where}"
+
+
+class Board:
+    """A worker's notes on a store that all see, renewed every second by a thread of its own.
+
+    The training thread only sets an attribute; nothing of this is on the way of a step.
+    """
+
+    def __init__(self, store: Store, rank: int, num_workers: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._num_workers = num_workers
+        self._where = "the start"
+        self._waits = False
+        self._beat = 0
+        self._stop = threading.Event()
+        self._post()
+        self._thread = threading.Thread(target=self._run, name="parallax-board", daemon=True)
+        self._thread.start()
+
+    def enter(self, where: str) -> None:
+        self._where, self._waits = where, True
+
+    def leave(self) -> None:
+        self._waits = False
+
+    def close(self) -> None:
+        self._where, self._waits = "the end of its session", False
+        self._stop.set()
+        self._thread.join()
+
+    def sightings(self) -> list[Sighting]:
+        """The other workers' notes; those whose store or note is gone are left out."""
+        found = []
+        for rank in range(self._num_workers):
+            if rank != self._rank and (sighting := self._read(rank)) is not None:
+                found.append(sighting)
+        return found
+
+    def silent(self) -> list[int]:
+        """Workers whose notes have stopped: they ended, or their host did."""
+        self._post()
+        before = {sighting.rank: sighting.beat for sighting in self.sightings()}
+        time.sleep(3 * BEAT_SECONDS)
+        after = {sighting.rank: sighting.beat for sighting in self.sightings()}
+        others = (rank for rank in range(self._num_workers) if rank != self._rank)
+        return [rank for rank in others if rank not in after or after[rank] == before.get(rank)]
+
+    def _run(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            self._post()
+        self._post()
+
+    def _post(self) -> None:
+        self._beat += 1
+        note = json.dumps([self._beat, self._where, self._waits])
+        try:
+            self._store.set(f"board/{self._rank}", note)
+        except (RuntimeError, OSError):
+            self._stop.set()  # the store's host is gone: there is nobody to tell
+
+    def _read(self, rank: int) -> Sighting | None:
+        try:
+            if not self._store.check([f"board/{rank}"]):
+                return None
+            beat, where, waits = json.loads(self._store.get(f"board/{rank}"))
+        except (RuntimeError, OSError, ValueError):
+            return None
+        return Sighting(rank, beat, where, waits)

@@ -1,0 +1,149 @@
+"""Synchronous exchange: rows and row gradients go between all workers at once.
+
+A lookup is one header, one exchange of ids and one of rows; a push of all tables is one header,
+one exchange of counts, one of ids and one of gradients for each dtype. Rows that a worker owns
+itself do not travel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallax import cost
+from parallax.exchange.peers import Fault, Operation, Peers
+from parallax.shard import RowMap, merged
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The gradients of some rows of a table: the sender's slots, or the owner's places."""
+
+    name: str
+    row_map: RowMap
+    slots: Tensor
+    values: Tensor
+
+
+def pull(
+    peers: Peers,
+    operation: Operation,
+    row_map: RowMap,
+    shard: Tensor,
+    slots: Tensor,
+    fault: tuple[Fault, int],
+) -> tuple[Tensor, list[tuple[Fault, int]]]:
+    """The rows at some sorted slots, and the workers' faults (then there are no rows)."""
+    counts = row_map.counts(slots)
+    asked, faults = peers.announce(operation, counts, fault)
+    if any(code for code, _ in faults):
+        return shard[:0], faults
+    if peers.num_workers == 1:
+        return shard.index_select(0, slots), faults
+    name = peers.names[operation.subject]
+    with peers.ledger.timed(name), peers.waiting(operation.describe(peers.names)):
+        places = row_map.places(slots).to(torch.int32)
+        wanted = peers.exchange(places, counts, asked)
+        rows = peers.exchange(shard.index_select(0, wanted), asked, counts)
+    _book_pull(peers, name, row_bytes(shard), counts, asked)
+    return rows, faults
+
+
+def push(peers: Peers, operation: Operation, parcels: Sequence[Parcel]) -> list[Parcel]:
+    """Bring the gradients of each table's rows to their owners and sum them there.
+
+    Every worker gives the same tables in the same order, with the rows that it has itself.
+    """
+    counts = [parcel.row_map.counts(parcel.slots) for parcel in parcels]
+    peers.announce(operation, [len(parcels)] * peers.num_workers)
+    if peers.num_workers == 1:
+        return list(parcels)
+    with peers.waiting(operation.describe(peers.names)):
+        sent = torch.tensor(counts, dtype=torch.int64).T.contiguous()
+        received = peers.swap(sent)
+        places = _exchanged_places(peers, parcels, sent, received)
+        values = _exchanged_values(peers, parcels, sent, received)
+    _book_push(peers, parcels, sent, received)
+    return [
+        Parcel(parcel.name, parcel.row_map, *merged([place.long()], [value]))
+        for parcel, place, value in zip(parcels, places, values, strict=True)
+    ]
+
+
+def row_bytes(rows: Tensor) -> int:
+    return rows.shape[1:].numel() * rows.element_size()
+
+
+def _exchanged_places(
+    peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor
+) -> list[Tensor]:
+    places = [parcel.row_map.places(parcel.slots).to(torch.int32) for parcel in parcels]
+    return _exchanged(peers, places, sent, received)
+
+
+def _exchanged_values(
+    peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor
+) -> list[Tensor]:
+    """Tables of one dtype share an exchange, whatever the lengths of their rows."""
+    results: list[Tensor] = [parcel.values for parcel in parcels]
+    dtypes = dict.fromkeys(parcel.values.dtype for parcel in parcels)
+    for dtype in dtypes:
+        chosen = [i for i, parcel in enumerate(parcels) if parcel.values.dtype == dtype]
+        values = [parcels[i].values for i in chosen]
+        found = _exchanged(peers, values, sent[:, chosen], received[:, chosen])
+        for i, value in zip(chosen, found, strict=True):
+            results[i] = value
+    return results
+
+
+def _exchanged(
+    peers: Peers, tensors: Sequence[Tensor], sent: Tensor, received: Tensor
+) -> list[Tensor]:
+    """Several tensors, whose rows are sorted by receiver, in one exchange.
+
+    `sent[worker, i]` rows of tensor i go to a worker, `received[worker, i]` come from it.
+    """
+    if len(tensors) == 1:
+        return [peers.exchange(tensors[0], sent[:, 0].tolist(), received[:, 0].tolist())]
+    widths = torch.tensor([tensor.shape[1:].numel() for tensor in tensors])
+    parts = [tensor.split(sent[:, i].tolist()) for i, tensor in enumerate(tensors)]
+    packed = torch.cat([part.reshape(-1) for part in _by_worker(parts)])
+    sizes_out, sizes_in = sent * widths, received * widths
+    flat = peers.exchange(packed, sizes_out.sum(1).tolist(), sizes_in.sum(1).tolist())
+    pieces = flat.split(sizes_in.flatten().tolist())
+    return [
+        torch.cat(pieces[i :: len(tensors)]).reshape(-1, *tensor.shape[1:])
+        for i, tensor in enumerate(tensors)
+    ]
+
+
+def _by_worker(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return list(itertools.chain.from_iterable(zip(*parts, strict=True)))
+
+
+def _book_pull(
+    peers: Peers, name: str, size_bytes: int, counts: Sequence[int], asked: Sequence[int]
+) -> None:
+    wanted = sum(counts) - counts[peers.rank]
+    served = sum(asked) - asked[peers.rank]
+    peers.ledger.add(
+        name,
+        sent_bytes=cost.pull_bytes(wanted, served, size_bytes),
+        received_bytes=cost.pull_bytes(served, wanted, size_bytes),
+        rows=sum(counts),
+    )
+
+
+def _book_push(peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor) -> None:
+    away, here = ((counts.sum(0) - counts[peers.rank]).tolist() for counts in (sent, received))
+    for parcel, rows_out, rows_in in zip(parcels, away, here, strict=True):
+        size_bytes = row_bytes(parcel.values)
+        peers.ledger.add(
+            parcel.name,
+            sent_bytes=cost.push_bytes(rows_out, size_bytes),
+            received_bytes=cost.push_bytes(rows_in, size_bytes),
+        )

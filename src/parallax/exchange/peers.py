@@ -1,0 +1,275 @@
+"""The other workers: groups, headers that show who is in which operation, waits that end."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallax.errors import (
+    OutOfStepError,
+    ParallaxError,
+    PeerError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from parallax.exchange.board import Board
+from parallax.ledger import Ledger
+
+
+class Verb(enum.IntEnum):
+    """What workers do together."""
+
+    LOOKUP = 1
+    LOOKUP_WITHOUT_GRADIENT = 2
+    PUSH = 3
+    GATHER = 4
+    NORM = 5
+    MEETING = 6
+
+
+_PHRASES = {
+    Verb.LOOKUP: "a lookup of {subject} (number {ordinal} of the step)",
+    Verb.LOOKUP_WITHOUT_GRADIENT: "a lookup without gradient of {subject} (number {ordinal})",
+    Verb.PUSH: "the push of row gradients",
+    Verb.GATHER: "gathering all rows of {subject}",
+    Verb.NORM: "the norm of the gradients",
+    Verb.MEETING: "{subject}",
+}
+
+
+class Fault(enum.IntEnum):
+    """Why a worker cannot do its part of an operation. It tells the others instead of leaving."""
+
+    NONE = 0
+    BAD_ID = 1
+    FAILED = 2
+
+
+_NO_FAULT = (Fault.NONE, 0)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation in which all workers must be together."""
+
+    verb: Verb
+    subject: int
+    ordinal: int
+    step: int
+
+    def describe(self, names: Sequence[str]) -> str:
+        subject = names[self.subject] if 0 <= self.subject < len(names) else "something unknown"
+        quoted = subject if self.verb is Verb.MEETING else repr(subject)
+        phrase = _PHRASES[self.verb].format(subject=quoted, ordinal=self.ordinal)
+        return f"{phrase} in step {self.step}"
+
+
+class Peers:
+    """The group of workers. With one worker, every method answers without a group.
+
+    `control` carries small CPU tensors, `rows` the rows and row gradients of tables. Operations
+    on a group are matched by their order, so each header says which operation it belongs to.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_workers: int,
+        *,
+        ledger: Ledger,
+        timeout_seconds: float,
+        control: dist.ProcessGroup | None = None,
+        rows: dist.ProcessGroup | None = None,
+        board: Board | None = None,
+    ) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self.ledger = ledger
+        self.names: list[str] = []
+        self.step = 0
+        self._timeout_seconds = timeout_seconds
+        self._control = control
+        self._rows = rows
+        self._board = board
+        self._ordinals: dict[tuple[Verb, int], int] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        if self._board is not None:
+            self._board.close()
+
+    def next_step(self) -> None:
+        self.step += 1
+        self._ordinals.clear()
+
+    def operation(self, verb: Verb, subject: str) -> Operation:
+        """The next operation of this kind in this step."""
+        if self._closed:
+            raise ParallaxError(
+                f"{subject!r} is sharded, and its session is closed: take session.state_dict() or "
+                "session.save() before session.close()"
+            )
+        if subject not in self.names:
+            self.names.append(subject)
+        key = (verb, self.names.index(subject))
+        self._ordinals[key] = self._ordinals.get(key, 0) + 1
+        return Operation(verb, key[1], self._ordinals[key], self.step)
+
+    # Operations ---------------------------------------------------------------------------
+
+    def announce(
+        self, operation: Operation, counts: Sequence[int], fault: tuple[Fault, int] = _NO_FAULT
+    ) -> tuple[list[int], list[tuple[Fault, int]]]:
+        """Tell each worker its count and my fault; return what each told me.
+
+        The header also says which operation this is: workers that are in different ones all
+        raise, instead of taking each other's rows for their own. It has one size for all
+        operations, so that a wrong pairing is read, and not a broken connection.
+        """
+        if self.num_workers == 1:
+            return list(counts), [fault]
+        head = [operation.verb, operation.subject, operation.ordinal, operation.step, *fault, 0]
+        sent = torch.tensor([[*head, count] for count in counts], dtype=torch.int64)
+        with self.waiting(operation.describe(self.names)):
+            told = self.swap(sent).tolist()
+        self._check_together(operation, told)
+        return [row[7] for row in told], [(Fault(row[4]), row[5]) for row in told]
+
+    def swap(self, values: Tensor) -> Tensor:
+        """Send row i of a small CPU tensor to worker i; return what each sent."""
+        if self.num_workers == 1:
+            return values
+        received = torch.empty_like(values)
+        self.wait(dist.all_to_all_single(received, values, group=self._control, async_op=True))
+        remote = self.num_workers - 1
+        self.ledger.header_bytes += remote * values[0].numel() * values.element_size()
+        return received
+
+    def exchange(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send the first `sent[0]` rows of `values` to worker 0, and so on; return what came."""
+        if self.num_workers == 1:
+            return values
+        result = values.new_empty((sum(received), *values.shape[1:]))
+        work = dist.all_to_all_single(
+            result, values, list(received), list(sent), group=self._rows, async_op=True
+        )
+        self.wait(work)
+        return result
+
+    def total(self, values: Tensor, reduction: dist.ReduceOp.RedOpType, where: str) -> Tensor:
+        """All-reduce a small CPU tensor in place."""
+        if self.num_workers > 1:
+            with self.waiting(where):
+                self.wait(dist.all_reduce(values, reduction, group=self._control, async_op=True))
+        return values
+
+    def start_total(self, values: Tensor, reduction: dist.ReduceOp.RedOpType) -> dist.Work | None:
+        """Begin what `total` does, to be waited for later."""
+        if self.num_workers == 1:
+            return None
+        work: dist.Work = dist.all_reduce(values, reduction, group=self._control, async_op=True)
+        return work
+
+    def gather(self, values: Tensor, where: str) -> list[Tensor]:
+        """Each worker's small CPU tensor, all of one shape."""
+        if self.num_workers == 1:
+            return [values]
+        found = [torch.empty_like(values) for _ in range(self.num_workers)]
+        with self.waiting(where):
+            self.wait(dist.all_gather(found, values, group=self._control, async_op=True))
+        return found
+
+    def broadcast(self, values: Tensor, where: str) -> Tensor:
+        """Rank 0's small CPU tensor, in place."""
+        if self.num_workers > 1:
+            with self.waiting(where):
+                self.wait(dist.broadcast(values, 0, group=self._control, async_op=True))
+        return values
+
+    def spread(self, values: Tensor, owner: int) -> None:
+        """An owner's rows to all, in place; inside `waiting`."""
+        self.wait(dist.broadcast(values, owner, group=self._rows, async_op=True))
+
+    def spread_all(self, tensors: Sequence[Tensor], where: str) -> None:
+        """Rank 0's tensors to all, in place; those of one dtype travel together."""
+        with self.waiting(where), torch.no_grad():
+            for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+                alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+                flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+                self.spread(flat, 0)
+                for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                    tensor.copy_(part.reshape(tensor.shape))
+
+    def gather_text(self, text: str, where: str) -> list[str]:
+        """Each worker's text; nothing more than its length travels if all are empty."""
+        data = text.encode()
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)]), where)]
+        if not any(sizes):
+            return [""] * self.num_workers
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        found = self.gather(padded, where)
+        return [bytes(t[:n].tolist()).decode() for t, n in zip(found, sizes, strict=True)]
+
+    # Waits --------------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, where: str) -> Iterator[None]:
+        """Name the operation that the waits inside belong to."""
+        if self._board is None:
+            yield
+            return
+        self._board.enter(where)
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise self._explained(error, where, time.monotonic() - start) from error
+        finally:
+            self._board.leave()
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for an operation; the group's own timeout ends it."""
+        if work is not None:
+            work.wait()
+
+    def _explained(self, error: RuntimeError, where: str, waited_seconds: float) -> PeerError:
+        assert self._board is not None
+        silent = self._board.silent()
+        sightings = self._board.sightings()
+        me = f"worker {self.rank} waited {waited_seconds:.0f} s in {where}"
+        if silent:
+            lost = " and ".join(f"worker {rank}" for rank in silent)
+            last = "; ".join(str(s) for s in sightings if s.rank in silent)
+            return WorkerLostError(f"{me}, but {lost} ended or cannot be reached. {last}")
+        absent = [s for s in sightings if s.where != where]
+        whom = " and ".join(f"worker {s.rank}" for s in absent) or "the others"
+        known = "; ".join(map(str, absent or sightings))
+        if waited_seconds < 0.9 * self._timeout_seconds:
+            return WorkerLostError(f"{me}, and the connection to {whom} broke: {error}. {known}")
+        return WaitTimeoutError(
+            f"{me} for {whom} in vain (Config.timeout_seconds = {self._timeout_seconds:g}). "
+            f"{known}. "
+            "Every worker must do the same lookups, backwards and steps; to let one worker "
+            "evaluate alone, give it session.state_dict() in a model of its own"
+        )
+
+    def _check_together(self, mine: Operation, told: list[list[int]]) -> None:
+        for rank, row in enumerate(told):
+            theirs = Operation(Verb(row[0]), row[1], row[2], row[3])
+            if theirs != mine:
+                raise OutOfStepError(
+                    f"worker {self.rank} is in {mine.describe(self.names)}, but worker {rank} is "
+                    f"in {theirs.describe(self.names)}. Every worker must do the same lookups, "
+                    "backwards and steps in the same order"
+                )

@@ -1,0 +1,99 @@
+"""Bytes and seconds for each parameter and step, as they were on this worker."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Entry:
+    """What one parameter cost this worker."""
+
+    sent_bytes: float = 0
+    received_bytes: float = 0
+    seconds: float = 0.0
+    """Time this worker stood in its exchanges. All-reduces run beside backward: they have none."""
+    rows: int = 0
+    """Rows of a table that this worker touched."""
+    nonfinite_rows: int = 0
+    """Row gradients with a NaN or an infinity that this worker received as the rows' owner."""
+
+    def add(self, other: Entry) -> None:
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+        self.seconds += other.seconds
+        self.rows += other.rows
+        self.nonfinite_rows += other.nonfinite_rows
+
+
+@dataclass
+class Record:
+    """A step: from the end of the one before it to the end of `optimizer.step()`."""
+
+    step: int
+    seconds: float = 0.0
+    parameters: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(entry.sent_bytes for entry in self.parameters.values())
+
+
+class Ledger:
+    """The newest steps one by one in `steps`, and `totals` over all of them.
+
+    `headers` counts the small messages that precede exchanges and belong to no parameter.
+    """
+
+    def __init__(self, max_steps: int = 1000) -> None:
+        self.steps: deque[Record] = deque(maxlen=max_steps)
+        self.totals: dict[str, Entry] = {}
+        self.num_steps = 0
+        self.header_bytes = 0
+        self._open = Record(step=0)
+        self._opened = time.perf_counter()
+
+    def add(self, parameter: str, **amounts: float) -> None:
+        """Write amounts (fields of `Entry`) to a parameter in the step that is under way."""
+        self._open.parameters.setdefault(parameter, Entry()).add(Entry(**amounts))  # type: ignore[arg-type]
+
+    @contextmanager
+    def timed(self, parameter: str) -> Iterator[None]:
+        """Write the time of the block to a parameter."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(parameter, seconds=time.perf_counter() - start)
+
+    def close_step(self) -> None:
+        """End the step that is under way."""
+        now = time.perf_counter()
+        self._open.seconds = now - self._opened
+        for name, entry in self._open.parameters.items():
+            self.totals.setdefault(name, Entry()).add(entry)
+        self.steps.append(self._open)
+        self.num_steps += 1
+        self._open = Record(step=self.num_steps)
+        self._opened = now
+
+    def mean_bytes(self) -> dict[str, float]:
+        """Sent and received bytes a step, by parameter, over all steps."""
+        steps = max(self.num_steps, 1)
+        return {
+            name: (entry.sent_bytes + entry.received_bytes) / steps
+            for name, entry in self.totals.items()
+        }
+
+    def mean_sent_bytes(self) -> dict[str, float]:
+        """Sent bytes a step, by parameter, over all steps."""
+        steps = max(self.num_steps, 1)
+        return {name: entry.sent_bytes / steps for name, entry in self.totals.items()}
+
+    def __repr__(self) -> str:
+        sent = sum(entry.sent_bytes for entry in self.totals.values())
+        return f"Ledger(num_steps={self.num_steps}, sent_bytes={sent:.0f})"

@@ -1,0 +1,240 @@
+"""The plan: a route for each parameter, and why. Plain data, the same on every worker."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from parallax import cost
+from parallax.analysis import Facts, Kind
+from parallax.config import Config
+from parallax.errors import ConfigError, UnsupportedError
+
+
+class Route(str, enum.Enum):
+    """How a parameter is kept the same for all workers."""
+
+    ALL_REDUCE = "all-reduce"
+    """A copy on each worker; gradients are all-reduced."""
+    SHARDED = "sharded"
+    """Rows are spread over owners, which update them."""
+    OBSERVED = "observed"
+    """A copy on each worker until the first backward shows whether it is a table."""
+    FROZEN = "frozen"
+    """A copy on each worker; nothing travels while it needs no gradient."""
+    LOCAL = "local"
+    """There is one worker only."""
+
+
+class RowRule(enum.Enum):
+    """What updating only the touched rows does to an optimizer's mathematics."""
+
+    EXACT = "the same"
+    LAZY = "skips what it would do to untouched rows"
+    REFUSED = "cannot work row by row"
+    ABSENT = "no optimizer has it"
+
+
+@dataclass(frozen=True)
+class Updater:
+    """What the plan needs to know of a parameter's optimizer."""
+
+    name: str
+    rule: RowRule
+    takes_sparse: bool = False
+    """The optimizer itself accepts sparse gradients, so `sparse=True` does not ask for laziness."""
+
+
+@dataclass(frozen=True)
+class ParameterPlan:
+    """One line of the plan."""
+
+    name: str
+    shape: tuple[int, ...]
+    route: Route
+    why: str
+    row_bytes: int
+    size_bytes: int
+    bytes_per_step: float | None = None
+    """Sent by a worker in a step on average; None until rows have been counted."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A route for each parameter. `print(plan)` shows it as a table."""
+
+    num_workers: int
+    parameters: tuple[ParameterPlan, ...]
+
+    def __getitem__(self, name: str) -> ParameterPlan:
+        for parameter in self.parameters:
+            if parameter.name == name:
+                return parameter
+        raise KeyError(f"no parameter {name!r} in the plan")
+
+    def routed(self, name: str, route: Route, why: str) -> Plan:
+        """A copy in which one parameter has another route."""
+        return self._changed({name: {"route": route, "why": why}})
+
+    def with_bytes(self, sent: Mapping[str, float]) -> Plan:
+        """A copy that shows measured bytes for its tables."""
+        tables = [p.name for p in self.parameters if p.route is Route.SHARDED and p.name in sent]
+        return self._changed({name: {"bytes_per_step": sent[name]} for name in tables})
+
+    def _changed(self, changes: Mapping[str, Mapping[str, object]]) -> Plan:
+        parameters = (
+            _priced(replace(p, **changes.get(p.name, {})), self.num_workers)  # type: ignore[arg-type]
+            for p in self.parameters
+        )
+        return replace(self, parameters=tuple(parameters))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        data = json.loads(text)
+        parameters = (
+            ParameterPlan(**{**p, "shape": tuple(p["shape"]), "route": Route(p["route"])})
+            for p in data["parameters"]
+        )
+        return cls(data["num_workers"], tuple(parameters))
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "route", "bytes a step", "why")]
+        rows += [
+            (p.name, "×".join(map(str, p.shape)), p.route.value, _size(p.bytes_per_step), p.why)
+            for p in self.parameters
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join(
+                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
+            )
+            for row in rows
+        ]
+        lines.insert(1, "  ".join("─" * width for width in [*widths, 3]))
+        return "\n".join([f"Plan for {self.num_workers} workers", *lines])
+
+
+def make_plan(
+    facts: list[Facts], updaters: Mapping[str, Updater], config: Config, num_workers: int
+) -> Plan:
+    """Decide the route of every parameter."""
+    _check_routes_used(facts, config)
+    parameters = []
+    for fact in facts:
+        route, why = decide(fact, updaters[fact.name], config, num_workers)
+        line = ParameterPlan(
+            fact.name,
+            tuple(fact.parameter.shape),
+            route,
+            why,
+            fact.row_bytes if fact.parameter.dim() else fact.size_bytes,
+            fact.size_bytes,
+        )
+        parameters.append(_priced(line, num_workers))
+    return Plan(num_workers, tuple(parameters))
+
+
+def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
+    """The route of one parameter, and why."""
+    forced = config.route_of(fact.name)
+    if forced is not None:
+        return _forced(forced, fact, updater, config, num_workers)
+    if not fact.parameter.requires_grad:
+        return Route.FROZEN, "needs no gradient"
+    if fact.kind is Kind.DENSE:
+        return _dense(num_workers, "used whole")
+    if fact.kind is Kind.TIED:
+        return _dense(num_workers, f"used whole: tied, held by {' and '.join(fact.holders)}")
+    return _table_or_dense(fact, updater, config, num_workers)
+
+
+def _table_or_dense(
+    fact: Facts, updater: Updater, config: Config, num_workers: int
+) -> tuple[Route, str]:
+    lazy = wants_lazy(fact, updater, config)
+    if updater.rule is RowRule.REFUSED:
+        return _dense(num_workers, f"{updater.name} {updater.rule.value}")
+    if updater.rule is RowRule.LAZY and not lazy:
+        if fact.kind is Kind.UNKNOWN:
+            return _dense(num_workers, f"used whole, or {updater.name} updates untouched rows too")
+        saved = f"; lazy=True would move rows instead of {_size(fact.size_bytes)}"
+        return _dense(num_workers, f"{updater.name} updates untouched rows too{saved}")
+    if num_workers == 1 and updater.rule is RowRule.EXACT:
+        return Route.LOCAL, "one worker"
+    if fact.kind is Kind.UNKNOWN:
+        return Route.OBSERVED, "the first backward shows whether only rows of it are used"
+    return Route.SHARDED, "only rows of it are looked up" + (", lazily updated" if lazy else "")
+
+
+def wants_lazy(fact: Facts, updater: Updater, config: Config) -> bool:
+    """Whether the user asked for updates of touched rows alone, where that makes a difference.
+
+    `sparse=True` asks for it, unless the optimizer takes sparse gradients and then does the dense
+    mathematics all the same (SGD with momentum).
+    """
+    if updater.rule is not RowRule.LAZY:
+        return False
+    return config.is_lazy(fact.name) or (fact.asks_sparse and not updater.takes_sparse)
+
+
+def _forced(
+    forced: str, fact: Facts, updater: Updater, config: Config, num_workers: int
+) -> tuple[Route, str]:
+    why = "forced by Config.routes"
+    if forced == "all-reduce":
+        return _dense(num_workers, why)
+    if fact.parameter.dim() == 0 or not fact.parameter.is_floating_point():
+        raise ConfigError(
+            f"Config.routes asks to shard {fact.name!r}, which has shape "
+            f"{tuple(fact.parameter.shape)} and {fact.parameter.dtype}: it has no rows to shard"
+        )
+    if updater.rule is RowRule.REFUSED:
+        raise UnsupportedError(
+            f"Config.routes asks to shard {fact.name!r}, but {updater.name} {updater.rule.value}. "
+            "Give its tables an optimizer of their own (say SGD, Adagrad, Adam or SparseAdam)"
+        )
+    lazy = config.is_lazy(fact.name) or fact.asks_sparse
+    if updater.rule is RowRule.LAZY and not lazy:
+        raise ConfigError(
+            f"Config.routes asks to shard {fact.name!r}, but {updater.name} updates untouched rows "
+            f"too, so the result would change: say lazy=[{fact.name!r}] if that is meant"
+        )
+    return Route.SHARDED, why
+
+
+def _dense(num_workers: int, why: str) -> tuple[Route, str]:
+    return (Route.LOCAL, "one worker") if num_workers == 1 else (Route.ALL_REDUCE, why)
+
+
+def _priced(line: ParameterPlan, num_workers: int) -> ParameterPlan:
+    if line.route is Route.ALL_REDUCE:
+        return replace(line, bytes_per_step=cost.allreduce_bytes(line.size_bytes, num_workers))
+    if line.route in (Route.FROZEN, Route.LOCAL):
+        return replace(line, bytes_per_step=0.0)
+    return line
+
+
+def _check_routes_used(facts: list[Facts], config: Config) -> None:
+    for pattern in config.routes:
+        alone = Config(routes={pattern: "sharded"})
+        if not any(alone.route_of(fact.name) for fact in facts):
+            names = ", ".join(fact.name for fact in facts[:10])
+            raise ConfigError(
+                f"Config.routes has the pattern {pattern!r}, which no parameter matches; "
+                f"the parameters are {names}{', …' if len(facts) > 10 else ''}"
+            )
+
+
+def _size(size_bytes: float | None) -> str:
+    if size_bytes is None:
+        return "not yet"
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 1000 or unit == "GB":
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    raise AssertionError("unreachable")

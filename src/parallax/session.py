@@ -1,0 +1,468 @@
+"""parallelize(): the one place that joins the rest."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from parallax import checkpoint, placement
+from parallax.analysis import analyse, refuse_unsupported
+from parallax.backward import Backward, Weight
+from parallax.cluster import find_place
+from parallax.config import Config
+from parallax.data import ShardedLoader
+from parallax.dense import DenseRoute
+from parallax.errors import ConfigError
+from parallax.exchange.board import Board
+from parallax.exchange.groups import Groups
+from parallax.exchange.peers import Peers
+from parallax.ledger import Ledger
+from parallax.optim import RowStep, gather_state, refuse_closures, shard_state, updater_of
+from parallax.ownership import check_arguments, owners_of
+from parallax.plan import Plan, Route, RowRule, Updater, make_plan
+from parallax.sparse import Hooks, TableRows, norm_of_power, push_all, warn_whole
+from parallax.table import Table, make_plain, set_data
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_num_sessions = 0
+"""Sessions so far in this process: each has its own keys in the store."""
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    config: Config | str | Path | None = None,
+    **overrides: Any,
+) -> Session:
+    """Make `model` and `optimizer` train data-parallel, in place.
+
+    Call it in the same way on every worker, after the model is built and moved to its device.
+    Rank 0's parameters and buffers win. With one process it leaves training as it is. `config` is
+    a `Config` or a TOML file; fields of `Config` can also be given as keywords.
+    """
+    chosen = config if isinstance(config, Config) else Config.load(config) if config else Config()
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return Session(model, optimizers, chosen.replace(**overrides))
+
+
+class Session:
+    """A model in data-parallel training, from `parallelize()` to `close()`."""
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer], config: Config) -> None:
+        check_arguments(model, optimizers)
+        _check_free(model)
+        self.model = model
+        self.optimizers = optimizers
+        self.config = config
+        self.ledger = Ledger(config.ledger_steps)
+        self._place = find_place()
+        self._owners = owners_of(model, optimizers)
+        self._facts = analyse(model)
+        for each in optimizers:
+            refuse_closures(each, self.num_workers)
+        if self.num_workers > 1:
+            refuse_unsupported(model)
+        self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
+        self._groups = Groups(self._place, self._device(), config.timeout_seconds)
+        self._peers = self._meet()
+        self._loaders: list[ShardedLoader] = []
+        self._loader_states: list[dict[str, Any]] = []
+        self._seen = {id(each): 0 for each in optimizers}
+        self._steps = {id(each): 0 for each in optimizers}
+        self._join()
+        _sessions.add(self)
+
+    # What a script reads ------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._place.rank
+
+    @property
+    def num_workers(self) -> int:
+        return self._place.num_workers
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its host."""
+        return self._place.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker's model is, and its batches belong."""
+        return self._device()
+
+    @property
+    def step(self) -> int:
+        """How many steps the optimizer has taken."""
+        return self._peers.step
+
+    @property
+    def plan(self) -> Plan:
+        """The route of each parameter, and why; with the bytes measured so far."""
+        return self._plan.with_bytes(self.ledger.mean_sent_bytes())
+
+    # What a script does -------------------------------------------------------------------
+
+    def shard(self, loader: DataLoader[Any], *, split: bool = False) -> ShardedLoader:
+        """This worker's share of every global batch of a DataLoader.
+
+        By default the loader's batch size is each worker's, as with DDP. With `split=True` it is
+        the global batch's, which the workers share. No sample is lost or doubled; a worker with
+        none left gets an empty batch, which counts for nothing.
+        """
+        sharded = ShardedLoader(
+            loader, _Agreement(self._peers), split=split, on_batch=self._weight.set_counts
+        )
+        self._loaders.append(sharded)
+        if len(self._loader_states) >= len(self._loaders):
+            sharded.load_state_dict(self._loader_states[len(self._loaders) - 1])
+        return sharded
+
+    def weight(self, count: float) -> None:
+        """Give this worker's number of samples or tokens for the next backwards by hand.
+
+        Its mean loss then counts count/Σcounts. Call it on every worker, before backward; it
+        holds until `optimizer.step()` or the next batch of `shard()`.
+        """
+        self._weight.set_by_hand(count)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate: backwards inside stay on this worker, and go with the next one outside."""
+        with self._backward.no_sync():
+            yield
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the norm of all gradients, dense and sharded; returns the norm before. Collective.
+
+        Only scalars travel beside the push that the step needs anyway.
+        """
+        order = float(norm_type)
+        self._backward.catch_up(-1)
+        push_all(list(self._tables.values()), self._peers)
+        dense = [p.grad for p in self._plain_parameters() if p.grad is not None]
+        norm = self._total_norm(dense, order)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of the gradients is {float(norm)}, so they cannot be clipped; pass "
+                "error_if_nonfinite=False to clip them all the same"
+            )
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in dense:
+            gradient.mul_(coefficient.to(gradient.device))
+        for table in self._tables.values():
+            if table.received is not None:
+                table.received.values.mul_(coefficient.to(table.received.values.device))
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full, plain state dict on rank 0 under the original names; {} elsewhere. Collective.
+
+        `Model().load_state_dict(state)` takes it: so rank 0 can evaluate alone, in a model of its
+        own, while the others go on.
+        """
+        found: dict[str, Tensor] = {}
+        collected: dict[int, Tensor | None] = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if isinstance(value, Table) and id(value) not in collected:
+                table = self._tables_by_id[id(value)]
+                part = table.values("state_dict") if table.local else table.shard
+                assert part is not None
+                collected[id(value)] = part.clone() if table.local else table.collected(part)
+            whole = collected[id(value)] if isinstance(value, Table) else _detached(value)
+            if self.rank == 0 and whole is not None:
+                found[name] = whole
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint that loads at any number of workers. Collective, atomic."""
+        checkpoint.save(Path(path), self._contents(), self._peers)
+
+    def load(self, path: str | Path) -> None:
+        """Restore parameters, optimizers, random numbers and the place in the data. Collective.
+
+        A checkpoint that does not fit, or is damaged, raises and changes nothing. Gradients that
+        wait for a step are dropped: they are not those of the restored parameters.
+        """
+        restored = checkpoint.load(Path(path), self._contents(), self._peers)
+        self._drop_gradients()
+        self._loader_states = restored.loaders
+        self._peers.step = restored.step
+        self._steps = dict.fromkeys(self._steps, restored.step)
+        for loader, state in zip(self._loaders, self._loader_states, strict=False):
+            loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Give the optimizer back and end the session; another may begin. Local, not collective."""
+        if self not in _sessions:
+            return
+        _sessions.discard(self)
+        for handle in self._handles:
+            handle.remove()
+        for step in self._row_steps.values():
+            step.swap_back()
+        self._backward.dense.close()
+        for table in self._tables.values():
+            if table.local and not table.used_whole:
+                values = table.values("close")
+                make_plain(table.parameter)
+                set_data(table.parameter, values)
+        self._peers.close()
+        self._groups.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Session(rank={self.rank}, num_workers={self.num_workers}, step={self.step})"
+
+    # Joining ------------------------------------------------------------------------------
+
+    def _meet(self) -> Peers:
+        """Join the other workers, and see that they have the same model."""
+        global _num_sessions
+        _num_sessions += 1
+        board, store = None, None
+        if self.num_workers > 1:
+            store = PrefixStore(f"parallax/{_num_sessions}", self._groups.store())
+            board = Board(store, self.rank, self.num_workers)
+        peers = Peers(
+            self.rank,
+            self.num_workers,
+            ledger=self.ledger,
+            timeout_seconds=self.config.timeout_seconds,
+            control=self._groups.control,
+            rows=self._groups.rows,
+            board=board,
+        )
+        peers.names = [*(fact.name for fact in self._facts), "row gradients"]
+        if store is not None:
+            placement.compare(self._facts, self._updaters(), peers, store)
+        return peers
+
+    def _join(self) -> None:
+        """Put every parameter on its route."""
+        names = [fact.name for fact in self._facts]
+        buffers = [b for b in self.model.buffers() if b is not None]
+        self._weight = Weight(self._peers)
+        self._backward = Backward(self._peers, self._weight, names, buffers)
+        dense = DenseRoute(
+            self._peers,
+            self._groups.dense,
+            self.config.bucket_megabytes,
+            self._backward.begin,
+            self._weight.scale,
+            names,
+        )
+        self._backward.dense = dense
+        self._backward.observed = self._observed
+        placement.make_real(self.model, self._facts, self._plan, self._device(), self.optimizers)
+        placement.spread(self._facts, self._plan, buffers, self._peers)
+        self._tables: dict[str, TableRows] = {}
+        self._place_parameters(dense)
+        self._backward.tables = self._tables
+        self._buffers = buffers
+        self._row_steps = {id(each): RowStep(each) for each in self.optimizers}
+        self._handles: list[Any] = []
+        for each in self.optimizers:
+            self._handles.append(each.register_step_pre_hook(self._before_step))
+            self._handles.append(each.register_step_post_hook(self._after_step))
+
+    def _place_parameters(self, dense: DenseRoute) -> None:
+        hooks = Hooks(self._backward.begin, self._left)
+        for fact in self._facts:
+            route = self._plan[fact.name].route
+            if route in (Route.SHARDED, Route.OBSERVED):
+                table = TableRows(fact.name, fact.parameter, self._peers, hooks)
+                self._tables[fact.name] = table
+                if route is Route.SHARDED:
+                    placement.place_table(table, fact, self.config, self._device(), self._peers)
+                    self._shard_state(table)
+            elif route is not Route.LOCAL:
+                dense.adopt(fact.name, fact.parameter)
+        self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
+
+    def _shard_state(self, table: TableRows) -> None:
+        owner = self._owners.get(id(table.parameter))
+        if owner is not None:
+            shard_state(owner[0], table)
+
+    # While training -----------------------------------------------------------------------
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called by torch before each `optimizer.step()`."""
+        args, kwargs = _closure_run(args, kwargs)
+        self._backward.catch_up(self._seen[id(optimizer)])
+        self._seen[id(optimizer)] = self._backward.count
+        push_all(list(self._tables.values()), self._peers)
+        self._row_steps[id(optimizer)].swap_in(self._tables_by_id)
+        return args, kwargs
+
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Called by torch after each `optimizer.step()`."""
+        self._row_steps[id(optimizer)].swap_out()
+        self._steps[id(optimizer)] += 1
+        if self._steps[id(optimizer)] > self._peers.step:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self._backward.dense.settle()
+        for table in self._tables.values():
+            table.retired = table.used_whole
+        if self._backward.buffers_changed and self.config.broadcast_buffers:
+            self._peers.spread_all(self._buffers, f"giving out buffers in step {self.step}")
+            self._backward.buffers_settled()
+        self._weight.end_step()
+        self._peers.next_step()
+        self.ledger.close_step()
+
+    def _observed(self, used: set[str], whole: set[str]) -> None:
+        """All workers know which observed parameters were used whole by any of them."""
+        for table in self._tables.values():
+            if table.shard is not None or table.used_whole or table.name not in used:
+                continue
+            if table.name in whole:
+                table.become_whole("another worker")
+            else:
+                table.place(table.own_part(table.values("sharding")))
+                self._shard_state(table)
+                why = "only rows of it were looked up"
+                self._plan = self._plan.routed(table.name, Route.SHARDED, why)
+
+    def _left(self, table: TableRows, why: str) -> None:
+        """A table was used whole, and is an ordinary parameter from now on."""
+        owner = self._owners.get(id(table.parameter))
+        if table.shard is not None:
+            if owner is not None:
+                gather_state(owner[0], table)
+            warn_whole(table.name, why)
+        route = Route.ALL_REDUCE if self.num_workers > 1 else Route.LOCAL
+        self._plan = self._plan.routed(table.name, route, f"used whole by {why}")
+        self._backward.dense.adopt(table.name, table.parameter, stray=True)
+
+    def _drop_gradients(self) -> None:
+        self.model.zero_grad()
+        for table in self._tables.values():
+            table.zero()  # also what no backward has reduced yet
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _device(self) -> torch.device:
+        if self.config.device is not None:
+            return torch.device(self.config.device)
+        real = (p.device for p in self.model.parameters() if not p.is_meta)
+        return next(real, self._place.device)
+
+    def _updaters(self) -> dict[str, Updater]:
+        absent = Updater("no optimizer", RowRule.ABSENT)
+        return {
+            fact.name: updater_of(*self._owners[id(fact.parameter)])
+            if id(fact.parameter) in self._owners
+            else absent
+            for fact in self._facts
+        }
+
+    def _plain_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if not isinstance(p, Table)]
+
+    def _total_norm(self, dense: list[Tensor], order: float) -> Tensor:
+        infinite = order == float("inf")
+        powers = [torch.zeros((), dtype=torch.float64)]
+        powers += [table.norm_power(order) for table in self._tables.values()]
+        stacked = torch.stack(powers)
+        rows = stacked.max() if infinite else stacked.sum()
+        if any(table.has_gradient for table in self._tables.values()):
+            reduction = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+            rows = self._peers.total(
+                rows, reduction, f"the norm of the gradients in step {self.step}"
+            )
+        if not dense:
+            return norm_of_power(rows, order).to(torch.get_default_dtype())
+        whole = torch.nn.utils.get_total_norm(dense, order)
+        rows = norm_of_power(rows, order).to(whole.device, whole.dtype)
+        both: Tensor = torch.linalg.vector_norm(torch.stack([whole, rows]), order)
+        return both
+
+    def _contents(self) -> checkpoint.Contents:
+        for step in self._row_steps.values():
+            step.swap_back()  # an exception in the last step may have left rows in a table's place
+        return checkpoint.Contents(
+            model=self.model,
+            optimizers=self.optimizers,
+            tables={id(t.parameter): t for t in self._tables.values() if t.shard is not None},
+            loaders=self._loaders,
+            step=self.step,
+        )
+
+
+class _Agreement:
+    """What sharded loaders need of the other workers."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.rank = peers.rank
+        self.num_workers = peers.num_workers
+        self._peers = peers
+
+    def broadcast_ints(self, values: Tensor | None) -> Tensor:
+        where = "agreeing on the order of samples"
+        size = torch.tensor([0 if values is None else len(values)])
+        size = self._peers.broadcast(size, where)
+        if values is None:
+            values = torch.empty(int(size), dtype=torch.int64)
+        return self._peers.broadcast(values, where)
+
+    def gather_ints(self, value: int) -> list[int]:
+        found = self._peers.gather(torch.tensor([value]), "agreeing on batch sizes")
+        return [int(each) for each in found]
+
+
+def _check_free(model: nn.Module) -> None:
+    if any(session.model is model for session in _sessions):
+        raise ConfigError(
+            "this model is parallelized already; use the session it has, or session.close() first"
+        )
+
+
+def _closure_run(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run a closure before the gradients are pushed, where torch would inside `step()`."""
+    offset = 1 if args and isinstance(args[0], Optimizer) else 0
+    closure = kwargs.get("closure", args[offset] if len(args) > offset else None)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+    return args[:offset], {**kwargs, "closure": lambda: loss}
+
+
+def _detached(value: object) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

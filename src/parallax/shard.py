@@ -1,0 +1,67 @@
+"""One owner's rows of a table, and the map from rows to owners.
+
+[Note: slots] Row `id` belongs to owner `id % N`, because the hottest rows of a vocabulary are its
+first ones and contiguous ranges would make one owner hot. Its place there is `id // N`. A *slot*
+is `owner · R + place` with R = ⌈V/N⌉: sorting slots groups rows by owner, so one `unique` both
+deduplicates ids and lays them out for the exchange.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Which owner has which row, at which place. See [Note: slots]."""
+
+    num_rows: int
+    num_workers: int
+
+    @property
+    def span(self) -> int:
+        """Places of the largest shard: the distance between two owners' slots."""
+        return -(-self.num_rows // self.num_workers)
+
+    def slots(self, ids: Tensor) -> Tensor:
+        return ids % self.num_workers * self.span + torch.div(
+            ids, self.num_workers, rounding_mode="floor"
+        )
+
+    def slot(self, row: int) -> int:
+        return row % self.num_workers * self.span + row // self.num_workers
+
+    def places(self, slots: Tensor) -> Tensor:
+        return slots % self.span
+
+    def counts(self, sorted_slots: Tensor) -> list[int]:
+        """How many of the sorted slots each owner has."""
+        bounds = torch.arange(
+            0, (self.num_workers + 1) * self.span, self.span, device=sorted_slots.device
+        )
+        edges: list[int] = torch.searchsorted(sorted_slots, bounds).tolist()
+        return [after - before for before, after in itertools.pairwise(edges)]
+
+    def size_of(self, owner: int) -> int:
+        """How many rows an owner has."""
+        return max(0, -(-(self.num_rows - owner) // self.num_workers))
+
+    def ids_of(self, owner: int, device: torch.device | str = "cpu") -> Tensor:
+        """The rows of an owner, in the order of their places."""
+        return torch.arange(owner, self.num_rows, self.num_workers, device=device)
+
+    def part(self, whole: Tensor, owner: int) -> Tensor:
+        """An owner's rows out of a whole table; a copy."""
+        return whole[owner :: self.num_workers].clone(memory_format=torch.contiguous_format)
+
+
+def merged(slots: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum the values of equal slots; the result's slots are sorted."""
+    all_slots, all_values = torch.cat(slots), torch.cat(values)
+    distinct, inverse = torch.unique(all_slots, return_inverse=True)
+    total = all_values.new_zeros((len(distinct), *all_values.shape[1:]))
+    return distinct, total.index_add_(0, inverse, all_values)

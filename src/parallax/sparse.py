@@ -1,0 +1,393 @@
+"""The sharded route: a table's lookups, the gradients of its rows, its way back to dense."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from parallax.errors import ParallaxError, PeerError
+from parallax.exchange.cache import Cache
+from parallax.exchange.collective import Parcel, pull, push
+from parallax.exchange.peers import Fault, Peers, Verb
+from parallax.gradient import RowGradient
+from parallax.shard import RowMap, merged
+from parallax.table import empty_out, make_plain, make_table, set_data
+
+
+@dataclass
+class Hooks:
+    """What the route tells the rest of the session."""
+
+    begin: Callable[[], float]
+    """A gradient has come: begin the backward if it has not begun, and say its scale."""
+    left: Callable[[TableRows, str], None]
+    """A table has become an ordinary parameter, for this reason."""
+
+
+class TableRows:
+    """The rows behind one table: `Rows` for its lookups, `Gradients` for its gradient."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, peers: Peers, hooks: Hooks) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.row_map = RowMap(parameter.shape[0], peers.num_workers)
+        self.shard: Tensor | None = None
+        """This owner's rows; None while the parameter still has them all."""
+        self.received: Parcel | None = None
+        """Summed gradients of this owner's rows."""
+        self.touched = False
+        """A gradient came since the last reduction (here)."""
+        self.has_gradient = False
+        """Some worker had a gradient in this step; the same on all workers."""
+        self.unpushed = False
+        """Some worker's gradients are not with their owners yet; the same on all workers."""
+        self.used_whole = False
+        """It has become an ordinary parameter."""
+        self.retired = False
+        """… in an earlier step: no lookup of it is under way any more."""
+        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._cache = Cache()
+        self._peers = peers
+        self._hooks = hooks
+        self._anchor = torch.zeros((), requires_grad=True, device=parameter.device)
+        make_table(parameter, self)
+
+    # As the model sees it -----------------------------------------------------------------
+
+    @property
+    def local(self) -> bool:
+        return self.shard is None or self._peers.num_workers == 1
+
+    def lookup(
+        self, ids: Tensor, *, padding: int | None = None, wraps: bool = False
+    ) -> tuple[Tensor, Tensor, int | None]:
+        trains = torch.is_grad_enabled() and self.parameter.requires_grad
+        ids, problem, fault = self._checked(ids, wraps)
+        slots, places = torch.unique(self.row_map.slots(ids.reshape(-1)), return_inverse=True)
+        rows = self._fetched(slots, trains, problem, fault)
+        padding_place = self._place_of(padding, slots)
+        if trains:
+            rows = _Delivery.apply(  # type: ignore[no-untyped-call]
+                self._anchor, rows, self, slots, padding_place
+            )
+        return rows, places.reshape(ids.shape), padding_place
+
+    def values(self, why: str) -> Tensor:
+        if self.shard is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.parameter.detach()
+        return self.shard if self.local else self.gathered(self.shard, why)
+
+    def become_whole(self, why: str) -> None:
+        parameter = self.parameter
+        if self.shard is not None:
+            values = self.values(why)
+            make_plain(parameter)
+            set_data(parameter, values)
+        make_plain(parameter)
+        self.used_whole = True
+        self._hooks.left(self, why)
+        self.shard = None
+        self._cache.clear()
+
+    @torch.no_grad()
+    def assign(self, values: Tensor) -> None:
+        if values.shape != self.parameter.shape:
+            raise ValueError(
+                f"table {self.name!r} has shape {tuple(self.parameter.shape)}, "
+                f"but the values have {tuple(values.shape)}"
+            )
+        self._cache.clear()
+        if self.shard is None:
+            self.values("copy_").copy_(values)
+        else:
+            self.shard.copy_(self.row_map.part(values, self._peers.rank))
+
+    # Placement ----------------------------------------------------------------------------
+
+    def place(self, shard: Tensor) -> None:
+        """Keep only this owner's rows from now on."""
+        self.shard = shard
+        self._cache.clear()
+        empty_out(self.parameter, shard.device)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        return self.row_map.part(whole, self._peers.rank)
+
+    def gathered(self, part: Tensor, why: str) -> Tensor:
+        """All workers' parts (of rows, or of an optimizer's state) as one tensor, on each."""
+        peers = self._peers
+        if peers.num_workers == 1:
+            return part
+        operation = peers.operation(Verb.GATHER, self.name)
+        peers.announce(operation, [0] * peers.num_workers)
+        whole = part.new_empty((self.row_map.num_rows, *part.shape[1:]))
+        with peers.waiting(f"{operation.describe(peers.names)} for {why}"):
+            for owner in range(peers.num_workers):
+                size = self.row_map.size_of(owner)
+                rows = part if owner == peers.rank else part.new_empty((size, *part.shape[1:]))
+                peers.spread(rows, owner)
+                whole[owner :: peers.num_workers] = rows
+        return whole
+
+    def collected(self, part: Tensor) -> Tensor | None:
+        """All workers' parts as one tensor on rank 0, and None elsewhere."""
+        peers = self._peers
+        if peers.num_workers == 1:
+            return part
+        sizes = [self.row_map.size_of(owner) for owner in range(peers.num_workers)]
+        nothing = [0] * (peers.num_workers - 1)
+        operation = peers.operation(Verb.GATHER, self.name)
+        peers.announce(operation, [0] * peers.num_workers)
+        with peers.waiting(operation.describe(peers.names)):
+            received = sizes if peers.rank == 0 else [0] * peers.num_workers
+            rows = peers.exchange(part, [len(part), *nothing], received)
+        if peers.rank != 0:
+            return None
+        whole = part.new_empty((self.row_map.num_rows, *part.shape[1:]))
+        for owner, piece in enumerate(rows.split(sizes)):
+            whole[owner :: peers.num_workers] = piece
+        return whole
+
+    # Gradients ----------------------------------------------------------------------------
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return RowGradient.of(self, self.parameter) if self.has_gradient else None
+
+    @gradient.setter
+    def gradient(self, value: Tensor | None) -> None:
+        if isinstance(value, RowGradient) and value.rows is self:
+            return
+        if value is not None:
+            raise ParallaxError(
+                f"the gradient of table {self.name!r} can be set to None only: its rows lie with "
+                f"their owners. Keep it whole with Config(routes={{{self.name!r}: 'all-reduce'}})"
+            )
+        self.zero()
+
+    def zero(self) -> None:
+        self._pending.clear()
+        self.received = None
+        self.touched = self.has_gradient = self.unpushed = False
+
+    def norm(self, order: float) -> Tensor:
+        push_all([self], self._peers)
+        power = self.norm_power(order)
+        reduction = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
+        self._peers.total(power, reduction, f"the norm of the gradient of {self.name!r}")
+        return norm_of_power(power, order).to(self.parameter.device, self.parameter.dtype)
+
+    def norm_power(self, order: float) -> Tensor:
+        """This owner's addend to the norm: Σ|x|^p, or max|x| for the infinite norm."""
+        if self.received is None or not self.received.values.numel():
+            return torch.zeros((), dtype=torch.float64)
+        norm: Tensor = torch.linalg.vector_norm(self.received.values, order)
+        norm = norm.to("cpu", torch.float64)
+        return norm if order == float("inf") else norm**order
+
+    def apply(self, function: Callable[[Tensor], object]) -> None:
+        push_all([self], self._peers)
+        if self.received is not None:
+            function(self.received.values)
+
+    def found_nonfinite(self) -> bool:
+        push_all([self], self._peers)
+        values = None if self.received is None else self.received.values
+        bad = values is not None and not bool(values.isfinite().all())
+        flag = torch.tensor([bad], dtype=torch.int64)
+        self._peers.total(flag, dist.ReduceOp.MAX, f"looking for infinities in {self.name!r}")
+        return bool(flag.item())
+
+    def deliver(self, slots: Tensor, gradient: Tensor, padding_place: int | None) -> None:
+        """Keep the gradient of a lookup's rows until the push. Called by autograd."""
+        if self.retired:
+            raise ParallaxError(
+                f"backward through a lookup of {self.name!r} from before it was used whole in an "
+                "earlier step: run the forward again"
+            )
+        factor = self._hooks.begin() / self._peers.num_workers
+        self.touched = True
+        if factor == 0:  # a worker without samples: its loss may be NaN, and counts for nothing
+            return
+        if padding_place is not None:
+            slots, gradient = _without(slots, padding_place), _without(gradient, padding_place)
+        self._pending.append((slots, gradient if factor == 1 else gradient * factor))
+
+    def parcel(self) -> Parcel:
+        """Take the gradients that have come here, summed by row."""
+        pending, self._pending = self._pending, []
+        if len(pending) == 1:
+            slots, values = pending[0]
+        elif pending:
+            slots, values = merged([s for s, _ in pending], [v for _, v in pending])
+        else:
+            slots = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
+            values = self._no_rows()
+        return Parcel(self.name, self.row_map, slots, values)
+
+    def receive(self, parcel: Parcel) -> None:
+        """Add what the push brought to what this owner has."""
+        self.unpushed = False
+        self._count_nonfinite(parcel.values)
+        if self.received is not None:
+            slots, values = merged(
+                [self.received.slots, parcel.slots], [self.received.values, parcel.values]
+            )
+            parcel = Parcel(self.name, self.row_map, slots, values)
+        self.received = parcel
+
+    def dense_gradient(self) -> Tensor | None:
+        """Take the gradients that have come here as a whole tensor (of a table turned dense)."""
+        if not self._pending:
+            return None
+        parcel = self.parcel()
+        owner = torch.div(parcel.slots, self.row_map.span, rounding_mode="floor")
+        ids = self.row_map.places(parcel.slots) * self.row_map.num_workers + owner
+        whole = torch.zeros(
+            self.parameter.shape, dtype=parcel.values.dtype, device=parcel.values.device
+        )
+        # Lookups hand over 1/N of the mean's share already; the all-reduce divides by N itself.
+        return whole.index_add_(0, ids, parcel.values * self.row_map.num_workers)
+
+    def updated(self) -> None:
+        """The rows have changed: the optimizer has stepped, or a checkpoint was loaded."""
+        self.received = None
+        self._cache.clear()
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _no_rows(self) -> Tensor:
+        return torch.empty(
+            (0, *self.parameter.shape[1:]),
+            dtype=self.parameter.dtype,
+            device=self.parameter.device,
+        )
+
+    def _checked(
+        self, ids: Tensor, wraps: bool
+    ) -> tuple[Tensor, Exception | None, tuple[Fault, int]]:
+        """Valid ids as int64, or none of them and what is wrong."""
+        none = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32, torch.int16):
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            error = TypeError(f"ids for table {self.name!r} must be int64 or int32, not {got}")
+            return none, error, (Fault.FAILED, 0)
+        ids = ids.long()
+        if ids.numel():
+            num_rows = self.row_map.num_rows
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < (-num_rows if wraps else 0) or high >= num_rows:
+                bad = high if high >= num_rows else low
+                return none, None, (Fault.BAD_ID, bad)
+            if low < 0:
+                ids = ids % num_rows
+        return ids, None, (Fault.NONE, 0)
+
+    def _fetched(
+        self,
+        slots: Tensor,
+        trains: bool,
+        problem: Exception | None,
+        fault: tuple[Fault, int],
+    ) -> Tensor:
+        peers = self._peers
+        verb = Verb.LOOKUP if trains else Verb.LOOKUP_WITHOUT_GRADIENT
+        operation = peers.operation(verb, self.name)
+        if self.shard is None:
+            _, faults = peers.announce(operation, [0] * peers.num_workers, fault)
+            self._raise_faults(problem, faults)
+            return self._own_rows(slots)
+        missing = self._cache.missing(slots) if trains else slots
+        rows, faults = pull(peers, operation, self.row_map, self.shard, missing, fault)
+        self._raise_faults(problem, faults)
+        if not trains:
+            return rows
+        return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
+
+    def _own_rows(self, slots: Tensor) -> Tensor:
+        owner = torch.div(slots, self.row_map.span, rounding_mode="floor")
+        ids = self.row_map.places(slots) * self.row_map.num_workers + owner
+        return self.values("lookup").index_select(0, ids)
+
+    def _raise_faults(self, problem: Exception | None, faults: list[tuple[Fault, int]]) -> None:
+        if problem is not None:
+            raise problem
+        for rank, (fault, value) in enumerate(faults):
+            if fault is Fault.BAD_ID:
+                whose = f" on worker {rank}" if len(faults) > 1 else ""
+                raise IndexError(
+                    f"id {value}{whose} is out of range for table {self.name!r}, "
+                    f"which has {self.row_map.num_rows} rows"
+                )
+            if fault is Fault.FAILED:
+                raise PeerError(f"worker {rank} failed in a lookup of {self.name!r}; see its error")
+
+    def _place_of(self, row: int | None, slots: Tensor) -> int | None:
+        if row is None:
+            return None
+        found = (slots == self.row_map.slot(row)).nonzero()
+        return int(found) if len(found) else None
+
+    def _count_nonfinite(self, values: Tensor) -> None:
+        # One sum tells in the usual case that there is nothing to count.
+        if values.numel() and not bool(values.sum().isfinite()):
+            bad = int((~values.isfinite()).reshape(len(values), -1).any(1).sum())
+            self._peers.ledger.add(self.name, nonfinite_rows=bad)
+
+
+def push_all(tables: list[TableRows], peers: Peers) -> None:
+    """Bring the gradients of all these tables' rows to their owners, in one exchange."""
+    tables = [table for table in tables if table.unpushed]
+    if not tables:
+        return
+    operation = peers.operation(Verb.PUSH, "row gradients")
+    for table, parcel in zip(
+        tables, push(peers, operation, [table.parcel() for table in tables]), strict=True
+    ):
+        table.receive(parcel)
+
+
+def norm_of_power(power: Tensor, order: float) -> Tensor:
+    return power if order == float("inf") else power ** (1.0 / order)
+
+
+def warn_whole(name: str, why: str) -> None:
+    warnings.warn(
+        f"parameter {name!r} is used whole (by {why}), so it is all-reduced, not sharded. "
+        "If that use is not meant, look its rows up instead",
+        stacklevel=2,
+    )
+
+
+def _without(rows: Tensor, place: int) -> Tensor:
+    return torch.cat([rows[:place], rows[place + 1 :]])
+
+
+class _Delivery(torch.autograd.Function):
+    """Hands the gradient of pulled rows to their table. The anchor ties it into the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        rows: Tensor,
+        table: TableRows,
+        slots: Tensor,
+        padding_place: int | None,
+    ) -> Tensor:
+        ctx.table, ctx.slots, ctx.padding_place = table, slots, padding_place
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.table.deliver(ctx.slots, gradient, ctx.padding_place)
+        return None, None, None, None, None

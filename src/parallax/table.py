@@ -1,0 +1,310 @@
+"""The row-sparse parameter as the model sees it.
+
+A `Table` is the user's own Parameter object with another class: it keeps its identity (in the
+module, the optimizer, anywhere), its logical shape and its place, but its rows lie in shards.
+Lookups are answered with the rows they touch. An operation that needs the whole table turns it
+into an ordinary parameter again. What slips past `__torch_function__` sees NaN, never stale rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from parallax.errors import UnsupportedError, WholeTableError
+
+
+class Rows(Protocol):
+    """What stands behind a table: where its rows are, and where their gradients go."""
+
+    name: str
+    gradient: Tensor | None
+
+    @property
+    def local(self) -> bool:
+        """All rows lie in the parameter itself."""
+
+    def lookup(
+        self, ids: Tensor, *, padding: int | None = None, wraps: bool = False
+    ) -> tuple[Tensor, Tensor, int | None]:
+        """The distinct rows, the place of each id among them, and the padding row's place."""
+
+    def values(self, why: str) -> Tensor:
+        """All rows, without gradient."""
+
+    def become_whole(self, why: str) -> None:
+        """Turn the table into an ordinary parameter."""
+
+    def assign(self, values: Tensor) -> None:
+        """Take new values for all rows."""
+
+
+class Table(nn.Parameter):
+    """A parameter of which only rows are used."""
+
+    rows: Rows
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if member_of(func) in _METADATA:
+            return call_plainly(func, args, kwargs)
+        return _whole(func, args, kwargs)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Table({self.rows.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        if self.rows.local:
+            copied = nn.Parameter(self.rows.values("deepcopy").clone(), self.requires_grad)
+            return memo.setdefault(id(self), copied)  # type: ignore[return-value]
+        _refuse(self, "copying it")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse(self, "pickling it")
+
+
+def make_table(parameter: nn.Parameter, rows: Rows) -> None:
+    """Turn a parameter into a table, in place; its data stay where they are."""
+    parameter.__class__ = Table
+    parameter.rows = rows  # type: ignore[attr-defined]
+
+
+def make_plain(parameter: nn.Parameter) -> None:
+    """Turn a table into an ordinary parameter again, in place."""
+    parameter.__class__ = nn.Parameter
+    if "rows" in parameter.__dict__:
+        del parameter.__dict__["rows"]
+
+
+def empty_out(parameter: nn.Parameter, device: torch.device) -> None:
+    """Keep a parameter's logical shape, but give back its memory."""
+    hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
+    set_data(parameter, hollow.expand(parameter.shape))
+
+
+def set_data(parameter: nn.Parameter, data: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        if data.device.type != parameter.device.type:
+            # Autograd does not let `.data` change the device type; a swap of contents does.
+            fresh = nn.Parameter(data, parameter.requires_grad)
+            fresh.__class__ = type(parameter)
+            fresh.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, fresh)
+        else:
+            parameter.data = data
+
+
+# Lookups ----------------------------------------------------------------------------------
+
+
+def _embedding(
+    input: Tensor,
+    weight: Table,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    _check_options(weight, max_norm, scale_grad_by_freq)
+    padding = _padding_row(weight, padding_idx)
+    rows, places, padding = weight.rows.lookup(input, padding=padding)
+    return F.embedding(places, rows, padding_idx=padding)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Table,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    _check_options(weight, max_norm, scale_grad_by_freq)
+    padding = _padding_row(weight, padding_idx)
+    rows, places, padding = weight.rows.lookup(input, padding=padding)
+    return F.embedding_bag(
+        places.to(input.dtype),
+        rows,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding,
+    )
+
+
+def _index_select(input: Table, dim: int, index: Tensor) -> Tensor:
+    if dim not in (0, -input.dim()) or not isinstance(input, Table):
+        return _whole(torch.index_select, (input, dim, index), {})  # type: ignore[no-any-return]
+    rows, places, _ = input.rows.lookup(index)
+    return rows.index_select(0, places)
+
+
+def _getitem(table: Table, index: Any) -> Tensor:
+    first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    ids = _ids_in(first)
+    if ids is None or not all(part in (slice(None), Ellipsis) for part in rest):
+        return _whole(Tensor.__getitem__, (table, index), {})  # type: ignore[no-any-return]
+    rows, places, _ = table.rows.lookup(ids.to(table.device), wraps=True)
+    return rows[places]
+
+
+def _ids_in(index: Any) -> Tensor | None:
+    """The rows that an index names one by one; None for slices, masks and the like."""
+    if isinstance(index, bool):
+        return None
+    if isinstance(index, int):
+        return torch.tensor(index)
+    if isinstance(index, list) or hasattr(index, "__array__"):
+        index = torch.as_tensor(index)
+    if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32, torch.int16):
+        return index
+    return None
+
+
+def _check_options(table: Table, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    for option, given in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq)):
+        if given:
+            raise UnsupportedError(
+                f"a lookup of table {table.rows.name!r} has {option}={given}, whose effect depends "
+                f"on all workers' ids. Leave the option out, or keep the table whole with "
+                f"Config(routes={{{table.rows.name!r}: 'all-reduce'}})"
+            )
+
+
+def _padding_row(table: Table, padding_idx: int | None) -> int | None:
+    if padding_idx is None:
+        return None
+    num_rows = table.shape[0]
+    if not -num_rows <= padding_idx < num_rows:
+        raise IndexError(
+            f"padding_idx {padding_idx} is outside table {table.rows.name!r} of {num_rows} rows"
+        )
+    return padding_idx % num_rows
+
+
+# Everything else --------------------------------------------------------------------------
+
+
+def call_plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answer an operation that needs all rows."""
+    tables = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Table)]
+    why = _label(func)
+    if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
+        for table in tables:
+            table.rows.become_whole(why)
+        return func(*args, **kwargs)
+    if _modifies(func) and not all(table.rows.local for table in tables):
+        _refuse(tables[0], f"changing it by {why}")
+    args, kwargs = pytree.tree_map_only(Table, lambda t: t.rows.values(why), (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _detach(table: Table) -> Tensor:
+    if not table.rows.local:
+        _refuse(table, "model.state_dict() or detach()")
+    return table.rows.values("detach")
+
+
+def _copy(table: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(table, Table):
+        return table.copy_(source.rows.values("copy_"))  # type: ignore[attr-defined]
+    table.rows.assign(source)
+    return table
+
+
+def _set_data(table: Table, data: Tensor) -> None:
+    if data.shape != table.shape or not table.rows.local:
+        _refuse(table, "setting .data")
+    table.rows.assign(data)
+
+
+def _get_grad(table: Table) -> Tensor | None:
+    return table.rows.gradient
+
+
+def _set_grad(table: Table, gradient: Tensor | None) -> None:
+    table.rows.gradient = gradient
+
+
+def _refuse(table: Table, what: str) -> NoReturn:
+    raise WholeTableError(
+        f"{what} needs all rows of {table.rows.name!r}, which is sharded over the workers. "
+        "session.state_dict() gathers a plain dict on rank 0, session.save() writes a checkpoint; "
+        "move, initialise or copy a model before parallelize()"
+    )
+
+
+def member_of(func: Callable[..., Any]) -> str:
+    """The name of a method, or of the attribute that a descriptor reads or sets."""
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return f"{name}{getattr(func.__self__, '__name__', '')}"  # type: ignore[attr-defined]
+    return name
+
+
+def _label(func: Callable[..., Any]) -> str:
+    name = member_of(func).replace("__get__", ".").replace("__set__", "setting .")
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module and not name.startswith((".", "set")) else name
+
+
+def _modifies(func: Callable[..., Any]) -> bool:
+    name = member_of(func)
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name.startswith(("__set", "__i")) or name in ("__get__data", "data_ptr")
+
+
+_ATTRIBUTES = (
+    "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn is_sparse "
+    "is_sparse_csr is_cuda is_cpu is_meta is_mps is_xpu is_xla is_quantized is_nested is_mkldnn "
+    "is_vulkan is_maia is_ipu is_mtia names _version output_nr retains_grad _backward_hooks _base "
+    "_post_accumulate_grad_hooks _grad_fn name"
+).split()
+_METHODS = (
+    "size dim numel nelement stride storage_offset element_size __len__ is_floating_point "
+    "is_complex is_contiguous is_pinned is_inference is_shared is_same_size get_device "
+    "requires_grad_ is_set_to _is_view has_names __hash__ is_signed ndimension untyped_storage"
+).split()
+_METADATA = frozenset(
+    [*(f"__get__{name}" for name in _ATTRIBUTES), *_METHODS, "__set__requires_grad"]
+)
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    torch.index_select: _index_select,
+    Tensor.index_select: _index_select,
+    Tensor.__getitem__: _getitem,
+    Tensor.detach: _detach,
+    Tensor.copy_: _copy,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
+    Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
+}
