@@ -1,0 +1,200 @@
+"""What `session.shard(loader)` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, IterDataPipe
+
+from parallax.data.indexed import IndexSource
+from parallax.data.order import Agreement, order_of, stock_batches
+from parallax.data.source import Epoch, Ready, Source
+from parallax.data.stream import StreamSource, is_stream
+from parallax.errors import CheckpointError, ConfigError, MismatchError
+
+
+class ShardedLoader:
+    """This worker's share of every global batch of a DataLoader; each `for` is an epoch.
+
+    All workers iterate together and make the same number of steps. No sample of an epoch is lost
+    or seen twice, whatever its size: a worker that has none left in the last step gets a batch
+    with no rows. With one worker this is the loader itself, with a place that can be restored.
+
+    By default the loader's batch size is the worker's, and may differ between workers; with
+    `split` it is the size of the global batch. What an epoch's order is, worker 0 decides: with
+    `shuffle=True` it is the order of one process that was seeded like worker 0.
+
+    Iterable datasets (and loaders with no length, with `batch_size=None` or with an iteration of
+    their own) are read wholly by every worker, which keeps every N-th batch or, with `split`, a
+    part of each. They must give the same batches on every worker: pass no dataset that shards
+    itself by rank, and let one that draws random numbers all along draw them from its own seeded
+    generator. Randomness of torch at the start of an epoch and in loader workers is made the same.
+
+    `on_batch` gets all workers' numbers of samples, in rank order, just before each batch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        agreement: Agreement,
+        *,
+        split: bool,
+        on_batch: Callable[[list[int]], None],
+    ) -> None:
+        _check_loader(loader, agreement.num_workers)
+        _check_alike(loader, agreement, split)
+        self.epoch = 0
+        self._on_batch = on_batch
+        self._source = _source_of(loader, agreement, split)
+        self._num_samples = _num_samples(loader)
+        self._place: _Place | None = None
+        self._saved: dict[str, int | Tensor] | None = None
+
+    def __len__(self) -> int:
+        """The steps of a whole epoch."""
+        return len(self._source)
+
+    def __iter__(self) -> Iterator[Any]:
+        saved, self._saved = self._saved, None
+        if self._place is not None:
+            self.epoch += 1  # the epoch before was left unfinished
+        consumed, drawn = _read(saved)
+        epoch, ready = self._source.begin(drawn, consumed)
+        self._place = _Place(epoch, consumed)
+        return self._batches(self._place, ready, is_resumed=saved is not None)
+
+    def _batches(self, place: _Place, ready: Iterator[Ready], is_resumed: bool) -> Iterator[Any]:
+        num_steps = 0
+        for batch, counts, consumed in ready:
+            num_steps += 1
+            place.consumed = consumed
+            self._on_batch(counts)
+            yield batch
+        if self._place is place:
+            self._place = None
+            self.epoch += 1
+        if is_resumed and num_steps == 0:
+            yield from self  # it was saved at the epoch's very end
+
+    def state_dict(self) -> dict[str, int | Tensor]:
+        """The place after the batch yielded last: integers, the same on every worker.
+
+        It fits any number of workers. "order" is what the epoch's order is made of: a seed, the
+        state of a generator, or the indices where only they can tell.
+        """
+        if self._saved is not None:
+            return dict(self._saved)
+        place = self._place
+        if place is None or place.epoch.drawn is None:
+            return {"epoch": self.epoch, "consumed": 0}
+        if place.epoch.is_over(place.consumed):
+            return {"epoch": self.epoch + 1, "consumed": 0}
+        return {
+            "epoch": self.epoch,
+            "consumed": place.consumed,
+            "kind": self._source.kind,
+            "samples": self._num_samples,
+            "order": place.epoch.drawn,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int | Tensor]) -> None:
+        """Lets the next `for` go on where `state` was taken; called on every worker."""
+        self.check_fits(state)
+        self.epoch = int(state["epoch"])
+        self._place = None
+        self._saved = dict(state) if "order" in state else None
+
+    def check_fits(self, state: Mapping[str, int | Tensor]) -> None:
+        """Raises what `load_state_dict` would, and changes nothing."""
+        if not {"epoch", "consumed"} <= state.keys():
+            raise CheckpointError(
+                f"the place of a loader has the keys epoch and consumed, not {sorted(state)}"
+            )
+        if "order" not in state:
+            return
+        if state.get("kind") != self._source.kind:
+            raise CheckpointError(
+                "the checkpoint was made with another kind of loader: its sampler, batch sampler, "
+                "generator or dataset type is not this one's. Restore with the loader it had"
+            )
+        if state.get("samples") != self._num_samples:
+            raise CheckpointError(
+                f"the checkpoint was made in the midst of {state.get('samples')} samples, and the "
+                f"loader has {self._num_samples}. Restore with the dataset it had, or start the "
+                "epoch anew by not restoring the loader's place"
+            )
+
+
+class _Place:
+    """Where an iteration is; one that was left behind by a newer iteration keeps its own."""
+
+    def __init__(self, epoch: Epoch, consumed: int) -> None:
+        self.epoch, self.consumed = epoch, consumed
+
+
+def _read(saved: Mapping[str, int | Tensor] | None) -> tuple[int, Tensor | None]:
+    if saved is None:
+        return 0, None
+    # A checkpoint may have been loaded onto a device.
+    return int(saved["consumed"]), torch.as_tensor(saved["order"]).cpu()
+
+
+def _source_of(loader: DataLoader[Any], agreement: Agreement, split: bool) -> Source:
+    if is_stream(loader):
+        return StreamSource(loader, agreement, split)
+    return IndexSource(loader, agreement, split)
+
+
+def _kind_of(loader: DataLoader[Any]) -> int:
+    return StreamSource.kind if is_stream(loader) else order_of(loader).kind
+
+
+def _check_loader(loader: Any, num_workers: int) -> None:
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"shard() takes a torch.utils.data.DataLoader, not a {type(loader).__name__}. To feed "
+            "the workers yourself, use session.rank and session.num_workers"
+        )
+    samplers = loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise ConfigError(
+            "the loader has a DistributedSampler, so its samples would be divided twice. Give the "
+            "plain loader (shuffle=True in place of the sampler): shard() does the rest"
+        )
+    if num_workers > 1 and isinstance(loader.dataset, IterDataPipe):
+        raise ConfigError(
+            "a DataLoader divides an IterDataPipe over the workers by itself. Iterate the loader "
+            "without shard(), or wrap the data in an IterableDataset"
+        )
+
+
+def _check_alike(loader: DataLoader[Any], agreement: Agreement, split: bool) -> None:
+    """Refuses what would lose samples: workers with different data, or different cuts of it."""
+    _check_same(agreement, _kind_of(loader), MismatchError, "the kind of loader given to shard()")
+    _check_same(agreement, int(split), ConfigError, "split")
+    _check_same(agreement, _num_samples(loader), MismatchError, "the size of the dataset")
+    if split or is_stream(loader):
+        stock = stock_batches(loader)
+        size = loader.batch_size if stock is None else stock.batch_size
+        _check_same(agreement, size or 0, ConfigError, "the batch size (split, or of a stream)")
+
+
+def _check_same(
+    agreement: Agreement, value: int, error: type[ConfigError | MismatchError], name: str
+) -> None:
+    values = agreement.gather_ints(value)
+    if (rank := next((r for r, v in enumerate(values) if v != values[0]), None)) is not None:
+        raise error(
+            f"{name} must be the same on every worker, but is {values[0]} on worker 0 and "
+            f"{values[rank]} on worker {rank}"
+        )
+
+
+def _num_samples(loader: DataLoader[Any]) -> int:
+    """The size of a map-style dataset; -1 where there is none to rely on."""
+    if is_stream(loader) or not hasattr(loader.dataset, "__len__"):
+        return -1
+    return len(loader.dataset)

@@ -1,0 +1,204 @@
+"""The order of an epoch's samples: the one thing that the workers must agree on, once an epoch.
+
+[Note: same draws] Worker 0 takes from the random generators what a plain DataLoader takes, in the
+same order (the iterator's base seed, then the sampler), so that any number of workers sees the
+permutation that one process without Parallax sees after the same `torch.manual_seed`.
+
+What was drawn is a 1-D tensor of integers, as small as can be: it is broadcast, it goes into
+checkpoints, and `read` turns it into the indices on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from parallax.errors import ConfigError
+
+
+class Agreement(Protocol):
+    """What sharing data needs of the group of workers."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+
+    def broadcast_ints(self, values: Tensor | None) -> Tensor:
+        """Worker 0 passes a 1-D int64 CPU tensor, the others None; all get it."""
+
+    def gather_ints(self, value: int) -> list[int]:
+        """One integer from each worker, in rank order."""
+
+
+class Listing(NamedTuple):
+    """The epoch's sample indices, and how they are grouped (one group, or the ready batches)."""
+
+    indices: range | Tensor
+    lengths: list[int]
+
+    def at(self, part: slice) -> list[int]:
+        indices = self.indices[part]
+        return list(indices) if isinstance(indices, range) else indices.tolist()
+
+
+class Order(Protocol):
+    kind: ClassVar[int]
+    "Tells the orders apart in a checkpoint, and between the workers."
+
+    def draw(self, agreement: Agreement) -> Tensor: ...
+    def read(self, drawn: Tensor) -> Listing: ...
+    def close(self) -> None:
+        """Called when the epoch's last index has been handed out."""
+
+
+def broadcast(agreement: Agreement, values: Tensor) -> Tensor:
+    """Worker 0's `values`, everywhere."""
+    return agreement.broadcast_ints(values if agreement.rank == 0 else None)
+
+
+class InSequence:
+    kind: ClassVar[int] = 0
+
+    def __init__(self, sampler: SequentialSampler) -> None:
+        self._data = sampler.data_source
+
+    def draw(self, agreement: Agreement) -> Tensor:
+        return torch.empty(0, dtype=torch.int64)
+
+    def read(self, drawn: Tensor) -> Listing:
+        return Listing(range(len(self._data)), [len(self._data)])
+
+    def close(self) -> None: ...
+
+
+class SeedShuffled:
+    """`shuffle=True`: a permutation made from a seed of the global generator."""
+
+    kind: ClassVar[int] = 1
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._data = sampler.data_source
+
+    def draw(self, agreement: Agreement) -> Tensor:
+        # Every worker draws, so that generators that went in step before still do.
+        return broadcast(agreement, torch.empty(1, dtype=torch.int64).random_())
+
+    def read(self, drawn: Tensor) -> Listing:
+        generator = torch.Generator().manual_seed(int(drawn.item()))
+        num_samples = len(self._data)
+        return Listing(torch.randperm(num_samples, generator=generator), [num_samples])
+
+    def close(self) -> None: ...
+
+
+class GeneratorShuffled:
+    """`shuffle=True, generator=…`: a permutation made from the state of the user's generator.
+
+    Reading leaves the generator of every worker where worker 0's is, also after a restore: the
+    epochs to come are those of a run that was not interrupted.
+    """
+
+    kind: ClassVar[int] = 2
+
+    def __init__(self, sampler: RandomSampler) -> None:
+        self._data, self._generator = sampler.data_source, sampler.generator
+
+    def draw(self, agreement: Agreement) -> Tensor:
+        return broadcast(agreement, self._generator.get_state().view(torch.int64))
+
+    def read(self, drawn: Tensor) -> Listing:
+        self._generator.set_state(drawn.view(torch.uint8))
+        num_samples = len(self._data)
+        return Listing(torch.randperm(num_samples, generator=self._generator), [num_samples])
+
+    def close(self) -> None:
+        # RandomSampler ends by drawing a permutation of which it uses nothing.
+        torch.randperm(len(self._data), generator=self._generator)
+
+
+class SamplerListed:
+    """Any other sampler: worker 0 lists it, and the list itself is agreed on."""
+
+    kind: ClassVar[int] = 3
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self._sampler = sampler
+
+    def draw(self, agreement: Agreement) -> Tensor:
+        drawn = agreement.broadcast_ints(self._packed() if agreement.rank == 0 else None)
+        if drawn[0] < 0:
+            raise ConfigError(
+                f"{type(self._sampler).__name__} gives indices that are not integers, and only "
+                "integers can be agreed on. Let it give positions 0, 1, 2, … and look the keys up "
+                "in the dataset's __getitem__"
+            )
+        return drawn
+
+    def read(self, drawn: Tensor) -> Listing:
+        begin = 1 + int(drawn[0])
+        return Listing(drawn[begin:], drawn[1:begin].tolist())
+
+    def close(self) -> None: ...
+
+    def _groups(self) -> list[list[Any]]:
+        return [list(self._sampler)]
+
+    def _packed(self) -> Tensor:
+        """How many groups, their lengths, their indices; -1 where an index is no integer.
+
+        The refusal is broadcast too, so that all workers raise instead of waiting for worker 0.
+        """
+        groups = self._groups()
+        indices = _as_ints([*chain.from_iterable(groups)])
+        if indices is None:
+            return torch.tensor([-1])
+        return torch.cat([torch.tensor([len(groups), *map(len, groups)]), indices])
+
+
+class BatchesListed(SamplerListed):
+    """A batch sampler of the user's: worker 0 lists its batches."""
+
+    kind: ClassVar[int] = 4
+
+    def _groups(self) -> list[list[Any]]:
+        return [list(batch) for batch in self._sampler]
+
+
+def _as_ints(indices: list[Any]) -> Tensor | None:
+    try:
+        values = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if indices and (values.dim() != 1 or values.is_floating_point() or values.is_complex()):
+        return None
+    return values.to(torch.int64)
+
+
+def stock_batches(loader: DataLoader[Any]) -> BatchSampler | None:
+    """The loader's batch sampler if it only groups the samples of a sampler."""
+    batches = loader.batch_sampler
+    return batches if type(batches) is BatchSampler else None
+
+
+def order_of(loader: DataLoader[Any]) -> Order:
+    batches = stock_batches(loader)
+    if batches is None:
+        assert loader.batch_sampler is not None, "a loader without batches is a stream"
+        return BatchesListed(loader.batch_sampler)
+    # The exact types: a subclass may do anything.
+    sampler = batches.sampler
+    if type(sampler) is SequentialSampler:
+        return InSequence(sampler)
+    if type(sampler) is RandomSampler and _is_permutation(sampler):
+        return SeedShuffled(sampler) if sampler.generator is None else GeneratorShuffled(sampler)
+    return SamplerListed(sampler)
+
+
+def _is_permutation(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)

@@ -1,0 +1,151 @@
+"""The workers' output on the user's screen: lines with the worker's name before them."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections.abc import Mapping
+from typing import TextIO
+
+from parallax.launch.rundir import Stream
+
+# A program that never ends its line must not fill the launcher's memory.
+_LONGEST_LINE = 1 << 20
+
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+_RED = 31
+_CLEAR_LINE = "\r\x1b[K"
+# Every control sequence but colours: moving the cursor would tear the status line.
+_MOVES = re.compile(r"\x1b\[[0-9;?]*[@-ln-~]")
+_SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[@-~]")
+
+
+class Lines:
+    """Cuts a stream of bytes into lines, each as a terminal would leave it on the screen.
+
+    Text before a carriage return is overwritten by what follows, so of a progress bar only its
+    last state remains.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self._is_progress = False
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes."""
+        *lines, rest = (self._rest + self._decoder.decode(data)).split("\n")
+        if lines:
+            self._is_progress = False
+        self._is_progress = self._is_progress or "\r" in rest
+        self._rest = _last_state(rest, keep_return=True)
+        if len(self._rest) > _LONGEST_LINE:
+            lines.append(self._rest)
+            self._rest = ""
+        return [_last_state(line) for line in lines]
+
+    def finish(self) -> list[str]:
+        """What is left when the stream ends without a newline."""
+        rest = _last_state(self._rest + self._decoder.decode(b"", final=True))
+        self._rest, self._is_progress = "", False
+        return [rest] if rest else []
+
+    @property
+    def progress(self) -> str | None:
+        """The state of an unfinished line that is being overwritten, if there is one."""
+        return _last_state(self._rest) if self._is_progress else None
+
+
+def _last_state(line: str, *, keep_return: bool = False) -> str:
+    shown = line.rstrip("\r")
+    start = shown.rfind("\r") + 1
+    return line[start:] if keep_return else shown[start:]
+
+
+class Screen:
+    """The launcher's stdout and stderr.
+
+    On a terminal, names are coloured and worker 0's progress stays below the scrolling lines as
+    one status line. Elsewhere lines are plain and progress shows only its last state.
+    """
+
+    def __init__(self, stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> None:
+        self._files: dict[Stream, TextIO] = {"stdout": stdout, "stderr": stderr}
+        smart = environ.get("TERM") != "dumb"
+        self._is_terminal = {name: smart and file.isatty() for name, file in self._files.items()}
+        self._has_colour = not environ.get("NO_COLOR")
+        self._status: tuple[Stream, str] | None = None
+        self.is_broken = False
+        """Whether the reader of stdout or stderr is gone."""
+
+    def show(self, rank: int, stream: Stream, lines: list[str], progress: str | None) -> None:
+        """Print a worker's finished lines, and its unfinished one if it is shown in place."""
+        drawn = self._status
+        status = self._next_status(rank, stream, progress)
+        if not lines and status == drawn:
+            return
+        self._erase_status()
+        if lines:
+            self._write(stream, "".join(self._line(rank, stream, line) for line in lines))
+        self._draw_status(status)
+
+    def say(self, text: str) -> None:
+        """Print something of the launcher's own to stderr."""
+        status = self._status
+        self._erase_status()
+        self._write("stderr", text)
+        self._draw_status(status)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        self._erase_status()
+
+    def _next_status(
+        self, rank: int, stream: Stream, progress: str | None
+    ) -> tuple[Stream, str] | None:
+        if rank != 0 or not self._is_terminal[stream]:
+            return self._status
+        if progress is not None:
+            return (stream, progress)
+        is_own = self._status is not None and self._status[0] == stream
+        return None if is_own else self._status
+
+    def _line(self, rank: int, stream: Stream, text: str) -> str:
+        name = f"[worker {rank}] "
+        if not self._is_terminal[stream]:
+            return f"{name}{text}\n"
+        text = _MOVES.sub("", text)
+        if self._has_colour:
+            name = _coloured(name, _COLOURS[rank % len(_COLOURS)])
+            text = _coloured(text, _RED) if stream == "stderr" else text
+        return f"{name}{text}\n"
+
+    def _erase_status(self) -> None:
+        if self._status is not None:
+            self._write(self._status[0], _CLEAR_LINE)
+        self._status = None
+
+    def _draw_status(self, status: tuple[Stream, str] | None) -> None:
+        self._status = status
+        if status is not None:
+            stream, text = status
+            # A status that wraps could not be erased.
+            columns = os.get_terminal_size(self._files[stream].fileno()).columns or 80
+            self._write(stream, f"[worker 0] {_SEQUENCES.sub('', text)}"[: columns - 1])
+
+    def _write(self, stream: Stream, text: str) -> None:
+        file = self._files[stream]
+        try:
+            file.write(text)
+            file.flush()
+        except BrokenPipeError:
+            self.is_broken = True
+            # What the file still holds would fail again when the interpreter flushes it.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, file.fileno())
+            os.close(null)
+
+
+def _coloured(text: str, colour: int) -> str:
+    return f"\x1b[{colour}m{text}\x1b[0m"

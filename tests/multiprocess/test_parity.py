@@ -1,0 +1,89 @@
+"""N workers equal one process on the joined batch, over every table form, optimizer and plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.models import EXACT, LAZY, ROW_FORMS, WHOLE_FORMS
+from tests.support.parity import Case, assert_same, train_alone, train_together
+from tests.support.workers import run_workers
+
+FORCED = {"all-reduce": {"routes": {"*": "all-reduce"}}, "hybrid": {}}
+
+
+def check(case: Case, num_workers: int, route: str, *, lazy: bool = False) -> None:
+    found, routes = zip(*run_workers(train_together, num_workers, case), strict=True)
+    assert set(routes) == {route}
+    assert_same(found[0], train_alone(case, lazy=lazy), case.dtype)
+
+
+@pytest.mark.parametrize("form", ROW_FORMS)
+def test_every_kind_of_lookup_is_sharded_and_exact(form: str) -> None:
+    check(Case(form, shares=(5, 7)), 2, "sharded")
+
+
+@pytest.mark.parametrize("form", WHOLE_FORMS)
+@pytest.mark.filterwarnings("ignore:parameter .* is used whole")
+def test_tables_used_whole_are_dense_and_exact(form: str) -> None:
+    check(Case(form, shares=(5, 4, 3)), 3, "all-reduce")
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("plan", FORCED)
+@pytest.mark.parametrize("form", ["embedding", "several"])
+def test_every_plan_at_two_to_four_workers(
+    form: str, plan: str, dtype: torch.dtype, num_workers: int
+) -> None:
+    case = Case(form, options=FORCED[plan], dtype=dtype)
+    check(case, num_workers, "sharded" if plan == "hybrid" else "all-reduce")
+
+
+@pytest.mark.parametrize("shares", [(12, 0), (0, 12), (1, 11), (0, 0, 12), (4, 0, 1, 7)])
+@pytest.mark.parametrize("form", ["padding", "several", "tied"])
+def test_uneven_batches_down_to_none(form: str, shares: tuple[int, ...]) -> None:
+    route = "all-reduce" if form == "tied" else "sharded"
+    check(Case(form, shares=shares), len(shares), route)
+
+
+@pytest.mark.parametrize("optimizer", EXACT)
+@pytest.mark.parametrize("form", ["embedding", "sparse-padding"])
+def test_exact_optimizers_shard_by_default(form: str, optimizer: str) -> None:
+    check(Case(form, optimizer, shares=(5, 4, 3)), 3, "sharded")
+
+
+@pytest.mark.parametrize("optimizer", LAZY)
+def test_other_optimizers_stay_dense_by_default(optimizer: str) -> None:
+    check(Case("embedding", optimizer, shares=(5, 7)), 2, "all-reduce")
+
+
+@pytest.mark.parametrize("optimizer", LAZY)
+def test_other_optimizers_shard_when_lazy(optimizer: str) -> None:
+    case = Case("padding", optimizer, {"lazy": True}, shares=(5, 4, 3))
+    check(case, 3, "sharded", lazy=True)
+
+
+def test_lazy_means_the_same_with_one_process() -> None:
+    case = Case("padding", "adam", {"lazy": ["table.*"]})
+    found, route = train_together(case)
+    assert route == "sharded"
+    assert_same(found, train_alone(case, lazy=True), case.dtype)
+
+
+@pytest.mark.parametrize("form", ["sparse", "sparse-padding", "bag-sparse"])
+def test_sparse_adam(form: str) -> None:
+    check(Case(form, "sparseadam", shares=(5, 0, 7)), 3, "sharded")
+
+
+def test_momentum_with_sparse_gradients_is_dense_mathematics_in_torch_and_here() -> None:
+    check(Case("sparse", "sgd-momentum", shares=(5, 7)), 2, "all-reduce")
+
+
+def test_frozen_tables_travel_not_at_all() -> None:
+    check(Case("frozen", shares=(5, 7)), 2, "frozen")
+
+
+def test_frozen_tables_can_be_sharded_for_their_memory() -> None:
+    options = {"routes": {"table.weight": "sharded"}}
+    check(Case("frozen", options=options, shares=(5, 7)), 2, "sharded")
