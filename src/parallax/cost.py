@@ -15,9 +15,6 @@ from __future__ import annotations
 ID_BYTES = 4
 """An id travels as its place in the owner's shard, 32 bits."""
 
-HEADER_BYTES = 8 * 8
-"""What precedes each exchange between two workers: who, where, how many rows."""
-
 
 def allreduce_bytes(size_bytes: float, num_workers: int) -> float:
     """Sent by a worker to all-reduce `size_bytes`."""

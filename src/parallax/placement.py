@@ -39,7 +39,10 @@ def compare(
     digests = [int(d) for d in peers.gather(torch.tensor([digest]), "comparing the models")]
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
-        raise MismatchError(_first_difference(store, other))
+        difference = _first_difference(store, other)
+        # The store may live in one of these processes: nobody leaves before all have read it.
+        peers.gather(torch.tensor([other]), "reporting that the models differ")
+        raise MismatchError(difference)
 
 
 def _first_difference(store: Store, other: int) -> str:

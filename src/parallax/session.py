@@ -260,6 +260,9 @@ class Session:
             board=board,
         )
         peers.names = [*(fact.name for fact in self._facts), "row gradients"]
+        tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
+        peers.max_counts = max(1, len(tables))
+        peers.names += [checkpoint.SAVING, checkpoint.LOADING]
         if store is not None:
             placement.compare(self._facts, self._updaters(), peers, store)
         return peers

@@ -52,7 +52,7 @@ class RowMap:
 
     def ids_of(self, owner: int, device: torch.device | str = "cpu") -> Tensor:
         """The rows of an owner, in the order of their places."""
-        return torch.arange(owner, self.num_rows, self.num_workers, device=device)
+        return torch.arange(self.size_of(owner), device=device) * self.num_workers + owner
 
     def part(self, whole: Tensor, owner: int) -> Tensor:
         """An owner's rows out of a whole table; a copy."""

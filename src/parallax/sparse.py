@@ -127,7 +127,7 @@ class TableRows:
         if peers.num_workers == 1:
             return part
         operation = peers.operation(Verb.GATHER, self.name)
-        peers.announce(operation, [0] * peers.num_workers)
+        peers.announce(operation)
         whole = part.new_empty((self.row_map.num_rows, *part.shape[1:]))
         with peers.waiting(f"{operation.describe(peers.names)} for {why}"):
             for owner in range(peers.num_workers):
@@ -145,7 +145,7 @@ class TableRows:
         sizes = [self.row_map.size_of(owner) for owner in range(peers.num_workers)]
         nothing = [0] * (peers.num_workers - 1)
         operation = peers.operation(Verb.GATHER, self.name)
-        peers.announce(operation, [0] * peers.num_workers)
+        peers.announce(operation)
         with peers.waiting(operation.describe(peers.names)):
             received = sizes if peers.rank == 0 else [0] * peers.num_workers
             rows = peers.exchange(part, [len(part), *nothing], received)
@@ -160,7 +160,8 @@ class TableRows:
 
     @property
     def gradient(self) -> Tensor | None:
-        return RowGradient.of(self, self.parameter) if self.has_gradient else None
+        exists = self.has_gradient or self.touched
+        return RowGradient.of(self, self.parameter) if exists else None
 
     @gradient.setter
     def gradient(self, value: Tensor | None) -> None:
@@ -179,7 +180,7 @@ class TableRows:
         self.touched = self.has_gradient = self.unpushed = False
 
     def norm(self, order: float) -> Tensor:
-        push_all([self], self._peers)
+        self._bring_home()
         power = self.norm_power(order)
         reduction = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
         self._peers.total(power, reduction, f"the norm of the gradient of {self.name!r}")
@@ -194,12 +195,12 @@ class TableRows:
         return norm if order == float("inf") else norm**order
 
     def apply(self, function: Callable[[Tensor], object]) -> None:
-        push_all([self], self._peers)
+        self._bring_home()
         if self.received is not None:
             function(self.received.values)
 
     def found_nonfinite(self) -> bool:
-        push_all([self], self._peers)
+        self._bring_home()
         values = None if self.received is None else self.received.values
         bad = values is not None and not bool(values.isfinite().all())
         flag = torch.tensor([bad], dtype=torch.int64)
@@ -258,11 +259,19 @@ class TableRows:
         return whole.index_add_(0, ids, parcel.values * self.row_map.num_workers)
 
     def updated(self) -> None:
-        """The rows have changed: the optimizer has stepped, or a checkpoint was loaded."""
-        self.received = None
+        """The rows have changed. Their gradient stays until it is zeroed, as in torch."""
         self._cache.clear()
 
     # Inside -------------------------------------------------------------------------------
+
+    def _bring_home(self) -> None:
+        """Have all gradients with their owners."""
+        if self.touched:
+            raise ParallaxError(
+                f"the gradient of table {self.name!r} is accumulated under no_sync() and not "
+                "reduced yet: run the last backward outside of it, or use session.clip_grad_norm_"
+            )
+        push_all([self], self._peers)
 
     def _no_rows(self) -> Tensor:
         return torch.empty(
@@ -302,7 +311,7 @@ class TableRows:
         verb = Verb.LOOKUP if trains else Verb.LOOKUP_WITHOUT_GRADIENT
         operation = peers.operation(verb, self.name)
         if self.shard is None:
-            _, faults = peers.announce(operation, [0] * peers.num_workers, fault)
+            _, faults = peers.announce(operation, fault=fault)
             self._raise_faults(problem, faults)
             return self._own_rows(slots)
         missing = self._cache.missing(slots) if trains else slots

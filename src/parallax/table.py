@@ -239,8 +239,16 @@ def _copy(table: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return table
 
 
+def _moved(table: Tensor, other: Tensor) -> bool:
+    """`model.to()`, `model.double()` and alike ask this before they set `.data`."""
+    if isinstance(table, Table) and not table.rows.local:
+        _refuse(table, "moving or casting the model")
+    return True
+
+
 def _set_data(table: Table, data: Tensor) -> None:
-    if data.shape != table.shape or not table.rows.local:
+    alike = (data.shape, data.dtype, data.device) == (table.shape, table.dtype, table.device)
+    if not alike or not table.rows.local:
         _refuse(table, "setting .data")
     table.rows.assign(data)
 
@@ -270,9 +278,7 @@ def member_of(func: Callable[..., Any]) -> str:
 
 
 def _label(func: Callable[..., Any]) -> str:
-    name = member_of(func).replace("__get__", ".").replace("__set__", "setting .")
-    module = getattr(func, "__module__", None)
-    return f"{module}.{name}" if module and not name.startswith((".", "set")) else name
+    return torch.overrides.resolve_name(func) or member_of(func)
 
 
 def _modifies(func: Callable[..., Any]) -> bool:
@@ -304,6 +310,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _getitem,
     Tensor.detach: _detach,
     Tensor.copy_: _copy,
+    torch._has_compatible_shallow_copy_type: _moved,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
     Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]

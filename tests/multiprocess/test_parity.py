@@ -60,7 +60,7 @@ def test_other_optimizers_stay_dense_by_default(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", LAZY)
 def test_other_optimizers_shard_when_lazy(optimizer: str) -> None:
-    case = Case("padding", optimizer, {"lazy": True}, shares=(5, 4, 3))
+    case = Case("pretrained-padding", optimizer, {"lazy": True}, shares=(5, 4, 3))
     check(case, 3, "sharded", lazy=True)
 
 

@@ -70,6 +70,10 @@ _TABLES: dict[str, Callable[[], nn.Module]] = {
     "sparse-padding": _embedding(padding_idx=0, sparse=True),
     "negative-padding": _embedding(padding_idx=-NUM_ROWS),
     "pretrained": lambda: nn.Embedding.from_pretrained(torch.randn(NUM_ROWS, WIDTH), freeze=False),
+    # Its padding row is not zero, so that decay of that row would show.
+    "pretrained-padding": lambda: nn.Embedding.from_pretrained(
+        torch.randn(NUM_ROWS, WIDTH), freeze=False, padding_idx=0
+    ),
     "frozen": lambda: nn.Embedding.from_pretrained(torch.randn(NUM_ROWS, WIDTH)),
     "twice": _embedding(),
     "int32": _embedding(),
@@ -118,7 +122,8 @@ _FORMS: dict[str, Form] = {
     **{
         form: lambda m, ids: _mean(m.table(ids))
         for form in (
-            "embedding sparse padding sparse-padding negative-padding pretrained frozen".split()
+            "embedding sparse padding sparse-padding negative-padding pretrained "
+            "pretrained-padding frozen".split()
         )
     },
     "twice": lambda m, ids: _mean(m.table(ids) * m.table(ids.flip(1) % 7)),

@@ -246,6 +246,19 @@ def discarded_gradients(session: Any, model: Any, optimizer: Any, batches: list[
 
 
 @script
+def discarded_accumulation(session: Any, model: Any, optimizer: Any, batches: list[Batch]) -> None:
+    for i, batch in enumerate(batches):
+        session.weight(len(batch[0]))
+        if i % 2:
+            model(batch).backward()
+            optimizer.step()
+        else:
+            with session.no_sync():
+                model(batch).backward()
+        optimizer.zero_grad()
+
+
+@script
 def clipped_by_torch(session: Any, model: Any, optimizer: Any, batches: list[Batch]) -> None:
     for batch in batches:
         session.weight(len(batch[0]))
@@ -341,3 +354,29 @@ def gradients_by_autograd_grad(
         for parameter, gradient in zip(dense, torch.autograd.grad(loss, dense), strict=True):
             parameter.grad = gradient
         step(optimizer)
+
+
+@script
+def weight_zero_counts_for_nothing(
+    session: Any, model: Any, optimizer: Any, batches: list[Batch]
+) -> None:
+    """A worker may have a batch and give it no weight, whatever comes out of it."""
+    for ids, targets in batches:
+        session.weight(len(ids))
+        if not len(ids):
+            ids = torch.full((2, LENGTH), NUM_ROWS - 1)
+            targets = torch.full((2,), float("nan"), dtype=torch.float64)
+        model((ids, targets)).backward()
+        step(optimizer)
+
+
+@script
+def never_zeroed(session: Any, model: Any, optimizer: Any, batches: list[Batch]) -> None:
+    """Gradients that nobody zeroes pile up, in tables as elsewhere."""
+    for i, batch in enumerate(batches):
+        session.weight(len(batch[0]))
+        model(batch).backward()
+        optimizer.step()
+        if i % 5 == 4:
+            optimizer.step()
+            model.zero_grad()

@@ -123,5 +123,9 @@ def _run(
     except BaseException as problem:
         error, trace = problem, traceback.format_exc()
     # By plain pickle: multiprocessing's own way shares tensors, which end with this process.
-    pipe.send_bytes(pickle.dumps((result, error, trace)))
+    try:
+        message = pickle.dumps((result, error, trace))
+    except (pickle.PicklingError, TypeError):
+        message = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+    pipe.send_bytes(message)
     pipe.close()

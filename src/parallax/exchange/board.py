@@ -64,7 +64,8 @@ class Board:
 
     def silent(self) -> list[int]:
         """Workers whose notes have stopped: they ended, or their host did."""
-        self._post()
+        if not self._post():
+            return [0]  # the store is gone, and with it the worker (or launcher) that has it
         before = {sighting.rank: sighting.beat for sighting in self.sightings()}
         time.sleep(3 * BEAT_SECONDS)
         after = {sighting.rank: sighting.beat for sighting in self.sightings()}
@@ -76,13 +77,15 @@ class Board:
             self._post()
         self._post()
 
-    def _post(self) -> None:
+    def _post(self) -> bool:
         self._beat += 1
         note = json.dumps([self._beat, self._where, self._waits])
         try:
             self._store.set(f"board/{self._rank}", note)
         except (RuntimeError, OSError):
-            self._stop.set()  # the store's host is gone: there is nobody to tell
+            self._stop.set()  # there is nobody to tell any more
+            return False
+        return True
 
     def _read(self, rank: int) -> Sighting | None:
         try:

@@ -1,7 +1,7 @@
 """Synchronous exchange: rows and row gradients go between all workers at once.
 
 A lookup is one header, one exchange of ids and one of rows; a push of all tables is one header,
-one exchange of counts, one of ids and one of gradients for each dtype. Rows that a worker owns
+one exchange of ids and one of gradients for each dtype. Rows that a worker owns
 itself do not travel.
 """
 
@@ -39,7 +39,8 @@ def pull(
 ) -> tuple[Tensor, list[tuple[Fault, int]]]:
     """The rows at some sorted slots, and the workers' faults (then there are no rows)."""
     counts = row_map.counts(slots)
-    asked, faults = peers.announce(operation, counts, fault)
+    told, faults = peers.announce(operation, [[count] for count in counts], fault)
+    asked = [count for (count,) in told]
     if any(code for code, _ in faults):
         return shard[:0], faults
     if peers.num_workers == 1:
@@ -58,13 +59,12 @@ def push(peers: Peers, operation: Operation, parcels: Sequence[Parcel]) -> list[
 
     Every worker gives the same tables in the same order, with the rows that it has itself.
     """
-    counts = [parcel.row_map.counts(parcel.slots) for parcel in parcels]
-    peers.announce(operation, [len(parcels)] * peers.num_workers)
+    counts = list(zip(*(p.row_map.counts(p.slots) for p in parcels), strict=True))
+    told, _ = peers.announce(operation, counts)
     if peers.num_workers == 1:
         return list(parcels)
+    sent, received = torch.tensor(counts), torch.tensor(told)
     with peers.waiting(operation.describe(peers.names)):
-        sent = torch.tensor(counts, dtype=torch.int64).T.contiguous()
-        received = peers.swap(sent)
         places = _exchanged_places(peers, parcels, sent, received)
         values = _exchanged_values(peers, parcels, sent, received)
     _book_push(peers, parcels, sent, received)

@@ -93,6 +93,8 @@ class Peers:
         self.num_workers = num_workers
         self.ledger = ledger
         self.names: list[str] = []
+        self.max_counts = 1
+        """Counts that a header has room for: the number of tables."""
         self.step = 0
         self._timeout_seconds = timeout_seconds
         self._control = control
@@ -126,31 +128,34 @@ class Peers:
     # Operations ---------------------------------------------------------------------------
 
     def announce(
-        self, operation: Operation, counts: Sequence[int], fault: tuple[Fault, int] = _NO_FAULT
-    ) -> tuple[list[int], list[tuple[Fault, int]]]:
-        """Tell each worker its count and my fault; return what each told me.
+        self,
+        operation: Operation,
+        counts: Sequence[Sequence[int]] | None = None,
+        fault: tuple[Fault, int] = _NO_FAULT,
+    ) -> tuple[list[list[int]], list[tuple[Fault, int]]]:
+        """Tell each worker its counts and my fault; return what each told me.
 
         The header also says which operation this is: workers that are in different ones all
         raise, instead of taking each other's rows for their own. It has one size for all
         operations, so that a wrong pairing is read, and not a broken connection.
         """
+        counts = [()] * self.num_workers if counts is None else counts
         if self.num_workers == 1:
-            return list(counts), [fault]
-        head = [operation.verb, operation.subject, operation.ordinal, operation.step, *fault, 0]
-        sent = torch.tensor([[*head, count] for count in counts], dtype=torch.int64)
+            return [list(counts[0])], [fault]
+        head = [operation.verb, operation.subject, operation.ordinal, operation.step, *fault]
+        padding = [0] * (self.max_counts - len(counts[0]))
+        sent = torch.tensor([[*head, *row, *padding] for row in counts], dtype=torch.int64)
         with self.waiting(operation.describe(self.names)):
-            told = self.swap(sent).tolist()
+            told = self._swapped(sent).tolist()
         self._check_together(operation, told)
-        return [row[7] for row in told], [(Fault(row[4]), row[5]) for row in told]
+        start, end = len(head), len(head) + len(counts[0])
+        return [row[start:end] for row in told], [(Fault(row[4]), row[5]) for row in told]
 
-    def swap(self, values: Tensor) -> Tensor:
+    def _swapped(self, headers: Tensor) -> Tensor:
         """Send row i of a small CPU tensor to worker i; return what each sent."""
-        if self.num_workers == 1:
-            return values
-        received = torch.empty_like(values)
-        self.wait(dist.all_to_all_single(received, values, group=self._control, async_op=True))
-        remote = self.num_workers - 1
-        self.ledger.header_bytes += remote * values[0].numel() * values.element_size()
+        received = torch.empty_like(headers)
+        self.wait(dist.all_to_all_single(received, headers, group=self._control, async_op=True))
+        self.ledger.header_bytes += headers[1:].numel() * headers.element_size()
         return received
 
     def exchange(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -200,6 +205,8 @@ class Peers:
 
     def spread_all(self, tensors: Sequence[Tensor], where: str) -> None:
         """Rank 0's tensors to all, in place; those of one dtype travel together."""
+        if self.num_workers == 1:
+            return
         with self.waiting(where), torch.no_grad():
             for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
                 alike = [tensor for tensor in tensors if tensor.dtype == dtype]

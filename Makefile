@@ -1,0 +1,51 @@
+# Everything runs in .venv, which the first target that needs it makes.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench-loopback clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/text.stamp ## Train a language model on two workers, with Parallax and with DDP
+	@$(BIN)/python examples/demo.py
+
+test: .venv/dev.stamp ## Run every test
+	@$(BIN)/python -m pytest
+
+check: .venv/dev.stamp ## Lint, check the format and the types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench-loopback: .venv/dev.stamp ## Time a step against DDP, four workers on this machine
+	@$(BIN)/python benchmarks/loopback.py
+	@$(BIN)/python benchmarks/loopback.py --accelerator-ms 20
+	@$(BIN)/python benchmarks/loopback.py --resnet
+
+clean: ## Remove .venv, runs and caches
+	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The exact pin comes first and alone: other versions bring gigabytes of GPU libraries.
+.venv/torch.stamp: constraints.txt
+	@echo "Making .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "Installing PyTorch (about 200 MB)"
+	@$(PIP) -c constraints.txt torch==2.13.0
+	@touch $@
+
+.venv/dev.stamp: .venv/torch.stamp pyproject.toml
+	@echo "Installing Parallax and its development tools"
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# gensim only carries the text, so none of its dependencies are needed.
+.venv/text.stamp: .venv/dev.stamp
+	@echo "Installing the text to train on (a sample of Wikipedia, inside gensim)"
+	@$(PIP) --no-deps gensim
+	@touch $@

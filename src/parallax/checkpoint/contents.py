@@ -1,0 +1,78 @@
+"""What a checkpoint is made of, as a session has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallax.checkpoint.plain import plain
+from parallax.data import ShardedLoader
+from parallax.sparse import TableRows
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a session has to save, or to be filled."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    tables: Mapping[int, TableRows]
+    """Those that lie in shards, by the parameter's id."""
+    loaders: Sequence[ShardedLoader]
+    step: int
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Each once, under its first name."""
+        return dict(self.model.named_parameters())
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return dict(self.model.named_buffers())
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The keys of the plain state dict, and the name of each one's parameter or buffer."""
+        tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        return {key: names[id(v)] for key, v in self._plain_state.items() if id(v) in names}
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What else the plain state dict has: modules' own `get_extra_state`."""
+        keys = self.keys
+        return {
+            key: plain(value, f"{key!r} in the model's state dict")
+            for key, value in self._plain_state.items()
+            if key not in keys
+        }
+
+    @property
+    def _plain_state(self) -> dict[str, Any]:
+        return self.model.state_dict(keep_vars=True)
+
+    def options(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The hyper-parameters of an optimizer, and which parameters each group has."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        kind = type(optimizer).__name__
+        groups = []
+        for group in optimizer.param_groups:
+            options = {
+                key: plain(value, f"option {key!r} of {kind}")
+                for key, value in group.items()
+                if key != "params"
+            }
+            groups.append({"options": options, "names": [names[id(p)] for p in group["params"]]})
+        return {"class": kind, "groups": groups}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What the session itself must take over from a checkpoint."""
+
+    step: int
+    loaders: list[dict[str, Any]]

@@ -1,0 +1,168 @@
+"""load(): every worker takes what it needs, once all have found the checkpoint whole and fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim import Optimizer
+
+from parallax.checkpoint import generators
+from parallax.checkpoint.contents import Contents, Restored
+from parallax.checkpoint.plain import owned
+from parallax.checkpoint.reader import Reader, Saved
+from parallax.checkpoint.together import LOADING, meet, together
+from parallax.errors import CheckpointError
+from parallax.exchange.peers import Peers
+from parallax.sparse import TableRows
+
+
+def load(path: Path, contents: Contents, peers: Peers) -> Restored:
+    """Collective. Nothing is changed before every file is verified and every worker agrees."""
+    where = f"loading the checkpoint {str(path)!r}"
+    meet(peers, LOADING)
+    reader = together(peers, where, lambda: Reader(path))
+    _check_same(reader, peers, where)
+    mine = list(reader.manifest.files)[peers.rank :: peers.num_workers]
+    together(peers, where, lambda: reader.verify(mine))
+    together(peers, where, lambda: _open_fitting(reader, contents))
+    together(peers, where, lambda: _restore(reader, contents, peers.rank))
+    return Restored(reader.manifest.step, owned(reader.dense["loaders"]))
+
+
+def _check_same(reader: Reader, peers: Peers, where: str) -> None:
+    digests = peers.gather(torch.tensor([reader.manifest.digest]), where)
+    if any(int(digest) != int(digests[0]) for digest in digests):
+        raise CheckpointError(
+            f"{where} failed: the workers see different checkpoints there. Give the same folder on "
+            "every worker, and do not save into it meanwhile"
+        )
+
+
+# Checks -----------------------------------------------------------------------------------
+
+
+def _open_fitting(reader: Reader, contents: Contents) -> None:
+    """Names, shapes, dtypes, optimizers and loaders must be those of the session."""
+    reader.open()
+    parameters, buffers = contents.parameters, contents.buffers
+    _check_names("parameters", set(parameters), reader.names)
+    _check_names("buffers", set(buffers), set(reader.dense["buffers"]))
+    _check_names("extra state", set(contents.extra), set(reader.dense["extra"]))
+    for name, parameter in parameters.items():
+        saved = reader.parameter(name)
+        _check_alike(name, parameter, saved.shape, saved.dtype)
+    for name, buffer in buffers.items():
+        saved_buffer = reader.dense["buffers"][name]
+        _check_alike(name, buffer, saved_buffer.shape, saved_buffer.dtype)
+    _check_optimizers(reader, contents)
+    for loader, state in zip(contents.loaders, reader.dense["loaders"], strict=False):
+        loader.check_fits(state)
+
+
+def _check_names(kind: str, ours: set[str], theirs: set[str]) -> None:
+    if ours != theirs:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: only the model has the {kind} "
+            f"{sorted(ours - theirs)[:5]}, only the checkpoint {sorted(theirs - ours)[:5]}"
+        )
+
+
+def _check_alike(name: str, ours: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    if ours.shape != shape or ours.dtype != dtype:
+        raise CheckpointError(
+            f"the checkpoint does not fit the model: {name!r} is {tuple(shape)} {dtype} there and "
+            f"{tuple(ours.shape)} {ours.dtype} here"
+        )
+
+
+def _check_optimizers(reader: Reader, contents: Contents) -> None:
+    ours = [contents.options(each) for each in contents.optimizers]
+    theirs = reader.dense["optimizers"]
+    kinds_here, kinds_there = ([each["class"] for each in side] for side in (ours, theirs))
+    if kinds_here != kinds_there:
+        raise CheckpointError(
+            f"the checkpoint's optimizers are {', '.join(kinds_there)}, the session's are "
+            f"{', '.join(kinds_here)}"
+        )
+    for here, there in zip(ours, theirs, strict=True):
+        if _grouping(here) != _grouping(there):
+            raise CheckpointError(
+                f"the groups of {here['class']} have other parameters in the checkpoint: "
+                f"{_grouping(there)} there, {_grouping(here)} here"
+            )
+
+
+def _grouping(options: dict[str, Any]) -> list[list[str]]:
+    return [group["names"] for group in options["groups"]]
+
+
+# Changes ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _restore(reader: Reader, contents: Contents, rank: int) -> None:
+    parameters = contents.parameters
+    for name, parameter in parameters.items():
+        _restore_parameter(
+            reader.parameter(name), parameter, contents.tables.get(id(parameter)), rank
+        )
+    for name, buffer in contents.buffers.items():
+        buffer.copy_(reader.dense["buffers"][name])
+    for key, value in reader.dense["extra"].items():
+        module, _, attribute = key.rpartition(".")
+        if attribute == _EXTRA_STATE_KEY_SUFFIX:
+            contents.model.get_submodule(module).set_extra_state(owned(value))
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for optimizer, options in zip(contents.optimizers, reader.dense["optimizers"], strict=True):
+        for group, saved in zip(optimizer.param_groups, options["groups"], strict=True):
+            group.update(owned(saved["options"]))
+            for parameter in group["params"]:
+                state = reader.state(names[id(parameter)])
+                table = contents.tables.get(id(parameter))
+                _restore_state(optimizer, group, parameter, state, table, rank)
+    generators.restore([part["random"] for part in reader.parts], rank)
+
+
+def _restore_parameter(
+    saved: Saved, parameter: nn.Parameter, table: TableRows | None, rank: int
+) -> None:
+    if table is None:
+        saved.copy_to(parameter.detach())
+        return
+    assert table.shard is not None
+    saved.copy_part_to(table.shard, table.row_map, rank)
+    table.updated()
+
+
+def _restore_state(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameter: nn.Parameter,
+    state: dict[str, Any],
+    table: TableRows | None,
+    rank: int,
+) -> None:
+    # Without the old state there is room for the new.
+    optimizer.state.pop(parameter, None)
+    if not state:
+        return
+    target = parameter if table is None else table.shard
+    assert target is not None
+    # As in torch: counters stay on the CPU unless the step runs on the device alone.
+    counts_there = bool(group.get("capturable") or group.get("fused"))
+    for key, value in state.items():
+        if isinstance(value, Saved):
+            fresh = torch.empty(target.shape, dtype=value.dtype, device=target.device)
+            if table is None:
+                value.copy_to(fresh)
+            else:
+                value.copy_part_to(fresh, table.row_map, rank)
+        elif isinstance(value, Tensor) and (value.dim() or counts_there):
+            fresh = value.to(target.device, copy=True)
+        else:
+            fresh = owned(value)
+        optimizer.state[parameter][key] = fresh

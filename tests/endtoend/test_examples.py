@@ -1,0 +1,153 @@
+"""The examples, run as a user runs them, on a small text."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SIZES = ["--width", "16", "--hidden", "16", "--samples", "20", "--batch-size", "8"]
+SIZES += ["--window", "10", "--eval-windows", "16"]
+TABLES = {"embedding.weight", "out_weight.weight", "out_bias.weight"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of 60 words in which each word follows one of two, so there is much to learn."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=6)) for _ in range(60)]
+    word, lines = 0, []
+    for _ in range(400):
+        line = []
+        for _ in range(20):
+            word = (2 * word + generator.randint(0, 1)) % len(words)
+            line.append(words[word])
+        lines.append(" ".join(line))
+    path = tmp_path_factory.mktemp("text") / "a text.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch):
+    """Import a module of the examples folder, as its scripts do."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in (sys.executable, *command)]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+def run_language_model(out: Path, *arguments: object) -> dict:
+    launch = ["-m", "parallax.launch.command", "run", "-n", 2]
+    script = [EXAMPLES / "language_model.py", "--out", out, *SIZES]
+    done = run(*launch, *script, *arguments, cwd=out.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / "result.json").read_text())
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("engine", ["parallax", "ddp-sparse"])
+def test_language_model_learns_and_writes_its_outputs(
+    engine: str, text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs" / engine
+    out.parent.mkdir()
+    result = run_language_model(out, "--text", text, "--engine", engine, "--steps", 120)
+
+    assert result["num_workers"] == 2
+    assert result["num_words"] == 62  # Sixty words, the end of a line and the unknown word.
+    # From a guess among the target and 20 candidates towards a choice between two words.
+    assert 2.4 < mean(result["losses"][:5]) < 3.6
+    assert math.log(2) < mean(result["losses"][-10:]) < 1.7
+    assert 2 < result["perplexity"] < 12  # 62 for a guess among all words.
+    assert set(result["bytes_a_step"]) > TABLES
+    assert all(size > 0 for size in result["bytes_a_step"].values())
+    state = torch.load(out / "model.pt", weights_only=True)
+    assert state["embedding.weight"].shape == (62, 16)
+    assert (out / "checkpoint").exists() == (engine == "parallax")
+
+
+def test_language_model_trains_on_one_device(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "alone"
+    arguments = ["--text", text, "--out", out, "--steps", 5, *SIZES]
+    done = run(EXAMPLES / "language_model.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((out / "result.json").read_text())["num_workers"] == 1
+
+
+def test_demo_ends_with_a_table(text: Path, tmp_path: Path) -> None:
+    arguments = ["--text", text, "--steps", 10, "--engines", "parallax", "ddp-sparse", *SIZES]
+    done = run(EXAMPLES / "demo.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("Parallax    DDP sparse", "words a second", "perplexity", *TABLES):
+        assert part in done.stdout
+    assert "runs/demo/parallax/checkpoint" in done.stdout
+    assert (tmp_path / "runs/demo/ddp-sparse/result.json").exists()
+
+
+def test_demo_reports_a_failed_training(text: Path, tmp_path: Path) -> None:
+    # More candidates than half of the words: the model refuses.
+    arguments = ["--text", text, "--steps", 10, "--samples", 1000]
+    done = run(EXAMPLES / "demo.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "The training with Parallax failed" in done.stderr
+    assert "--samples 1000" in done.stderr
+
+
+def test_missing_text_says_what_to_do(tmp_path: Path) -> None:
+    done = run(EXAMPLES / "demo.py", "--text", tmp_path / "none.txt", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "No text at" in done.stderr
+
+
+def test_markup_is_taken_out(example) -> None:
+    article = (
+        "{{Infobox|a={{nested}}}}'''Bold''' [[page|shown]] and [[plain]].<ref name=x>no</ref>\n"
+        "[[File:a.png|thumb|with [[link]]]]{| class=x\n| cell\n|}\n== Heading ==\n"
+        "See [http://example.org the site] &amp; more<!-- hidden -->."
+    )
+    words = example("text").clean_markup(article).split()
+    assert words == "Bold shown and plain. See the site & more .".split()
+
+
+def test_vocabulary_is_cut_and_ordered_by_frequency(example, tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("b a a\na c b\na d\n")
+    corpus = example("text").load_corpus(tmp_path / "words.txt", 3, tmp_path)
+    assert corpus.words[0] == "a"
+    assert set(corpus.words) == {"a", "b", "<eos>", "<unk>"}
+    again = example("text").load_corpus(tmp_path / "words.txt", 3, tmp_path)
+    assert again.words == corpus.words
+    assert torch.equal(again.ids, corpus.ids)
+    assert [corpus.words[i] for i in corpus.ids[:4]] == ["b", "a", "a", "<eos>"]
+
+
+def test_candidates_are_distinct_and_as_frequent_as_stated(example) -> None:
+    torch.manual_seed(0)
+    model = example("language_model").LanguageModel(200, 4, 4, 20, sparse=False)
+    counts, expected = torch.zeros(200), torch.zeros(200)
+    for _ in range(2000):
+        candidates, tries = model.draw_candidates()
+        assert len(candidates.unique()) == 20
+        counts[candidates] += 1
+        expected += model.log_expected_count(torch.arange(200), tries).exp()
+    torch.testing.assert_close(counts, expected, rtol=0.1, atol=40)

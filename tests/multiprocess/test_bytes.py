@@ -1,0 +1,120 @@
+"""Bytes: what the ledger counts, what `cost` predicts and what the kernel's interface saw."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallax import cost
+from tests.support.workers import run_workers
+
+ROWS, WIDTH, TOUCHED, STEPS = 40_000, 128, 3_000, 4
+ROW_BYTES = WIDTH * 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, 1024)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.hidden(self.table(ids)).pow(2).mean()
+
+
+def interface_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[8])
+    raise AssertionError("no loopback interface")
+
+
+def train() -> dict[str, float]:
+    import parallax
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer)
+    generator = torch.Generator().manual_seed(session.rank)
+    rows = 0
+    for step in range(STEPS + 1):
+        if step == 1:  # the first step lays out buckets
+            dist.barrier()
+            start = interface_bytes()
+        ids = torch.randperm(ROWS, generator=generator)[:TOUCHED]
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    table = [record.parameters["table.weight"] for record in list(session.ledger.steps)[1:]]
+    dense = [record.parameters["hidden.weight"] for record in list(session.ledger.steps)[1:]]
+    rows = sum(entry.rows for entry in table)
+    return {
+        "interface": interface_bytes() - start,
+        "table": sum(entry.sent_bytes for entry in table),
+        "received": sum(entry.received_bytes for entry in table),
+        "dense": sum(entry.sent_bytes for entry in dense),
+        "all": sum(record.sent_bytes for record in list(session.ledger.steps)[1:]),
+        "rows": rows,
+    }
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_the_ledger_counts_what_cost_predicts(num_workers: int) -> None:
+    found = run_workers(train, num_workers)
+    for worker in found:
+        assert worker["rows"] == TOUCHED * STEPS
+        dense = cost.allreduce_bytes(WIDTH * 1024 * 4, num_workers) * STEPS
+        assert worker["dense"] == pytest.approx(dense, rel=1e-9)
+    predicted = cost.sharded_bytes(TOUCHED, ROW_BYTES, num_workers) * STEPS * num_workers
+    # Exactly (N-1)/N of the rows are remote only on average.
+    assert sum(worker["table"] for worker in found) == pytest.approx(predicted, rel=0.02)
+    sent, received = (sum(worker[key] for worker in found) for key in ("table", "received"))
+    assert sent == received
+
+
+def measure(num_workers: int) -> None:
+    """In a network of its own: nobody else's bytes pass its loopback."""
+    found = run_workers(train, num_workers)
+    # Barriers at both ends and headers are small beside it; each byte counts once, as sent.
+    interface = max(worker["interface"] for worker in found)
+    ledger = sum(worker["all"] for worker in found)
+    formula = (
+        num_workers
+        * STEPS
+        * (
+            2 * TOUCHED * ROW_BYTES * (num_workers - 1) / num_workers
+            + 2 * TOUCHED * cost.ID_BYTES * (num_workers - 1) / num_workers
+            + cost.allreduce_bytes((WIDTH + 1) * 1024 * 4, num_workers)
+        )
+    )
+    print(f"interface {interface}, ledger {ledger:.0f}, formula {formula:.0f}")
+    assert ledger <= interface <= 1.05 * ledger
+    assert interface <= 1.05 * formula
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"),
+    reason="a network namespace of its own needs root, ip and unshare",
+)
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_the_interface_carries_what_the_ledger_counts(num_workers: int) -> None:
+    code = f"from tests.multiprocess.test_bytes import measure; measure({num_workers})"
+    inside = f"ip link set lo up && exec {sys.executable} -c '{code}'"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", inside],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

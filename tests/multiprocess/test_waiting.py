@@ -1,0 +1,201 @@
+"""Nothing hangs: a wait ends with an error that names who waited for whom, and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from parallax.errors import (
+    MismatchError,
+    OutOfStepError,
+    PeerError,
+    WaitTimeoutError,
+    WorkerLostError,
+)
+from tests.support.workers import Outcome, outcomes_of
+
+SECONDS = 4.0
+
+
+class Net(nn.Module):
+    def __init__(self, num_rows: int = 30) -> None:
+        super().__init__()
+        self.table = nn.Embedding(num_rows, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(ids)).mean()
+
+
+def start(num_rows: int = 30):  # type: ignore[no-untyped-def]
+    import parallax
+
+    model = Net(num_rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS)
+    return model, optimizer, session
+
+
+def train(model, optimizer, steps: int = 2) -> None:  # type: ignore[no-untyped-def]
+    for _ in range(steps):
+        model(torch.tensor([1, 2, 3])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def errors(outcomes: list[Outcome]) -> list[str]:
+    assert all(o.error is not None for o in outcomes if o.exit_code == 0), outcomes
+    return [f"{type(o.error).__name__}: {o.error}" for o in outcomes]
+
+
+def evaluate_alone() -> None:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    if session.rank == 0:
+        with torch.no_grad():
+            model(torch.tensor([1]))
+    else:
+        time.sleep(3 * SECONDS)
+        raise PeerError("slept")
+
+
+def test_a_worker_that_evaluates_alone_is_told_whom_it_waited_for() -> None:
+    outcomes = outcomes_of(evaluate_alone, 2)
+    assert isinstance(outcomes[0].error, WaitTimeoutError)
+    text = str(outcomes[0].error)
+    assert "worker 0 waited 4 s in a lookup without gradient of 'table.weight'" in text
+    assert "for worker 1" in text
+    assert "in step 2" in text
+    assert "session.state_dict()" in text
+    assert outcomes[0].seconds < SECONDS + 12
+
+
+def evaluate_while_others_train() -> None:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    if session.rank == 0:
+        with torch.no_grad():
+            model(torch.tensor([1]))
+    else:
+        train(model, optimizer)
+
+
+def test_workers_in_different_lookups_all_see_it_at_once() -> None:
+    outcomes = outcomes_of(evaluate_while_others_train, 3)
+    assert all(isinstance(o.error, OutOfStepError) for o in outcomes), errors(outcomes)
+    assert "worker 0 is in a lookup without gradient of 'table.weight'" in str(outcomes[0].error)
+    assert "but worker 0 is in a lookup without gradient" in str(outcomes[2].error)
+
+
+def skip_a_backward() -> None:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    loss = model(torch.tensor([1]))
+    if session.rank == 1:
+        time.sleep(3 * SECONDS)
+        raise PeerError("slept")
+    loss.backward()
+
+
+def test_a_worker_without_a_backward_is_named() -> None:
+    outcomes = outcomes_of(skip_a_backward, 2)
+    assert isinstance(outcomes[0].error, WaitTimeoutError), errors(outcomes)
+    assert "the all-reduce of dense gradients in step 2 for worker 1" in str(outcomes[0].error)
+
+
+def die() -> None:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    if session.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(model, optimizer)
+
+
+def test_a_killed_worker_is_named_by_the_others_within_30_seconds() -> None:
+    outcomes = outcomes_of(die, 3)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for survivor in (outcomes[0], outcomes[2]):
+        assert isinstance(survivor.error, WorkerLostError), errors(outcomes)
+        assert "worker 1 ended or cannot be reached" in str(survivor.error)
+        assert survivor.seconds < 30
+
+
+def bad_id(bad: int) -> None:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    model(torch.tensor([0, bad if session.rank == 1 else 2]))
+
+
+@pytest.mark.parametrize("bad", [30, -1, 10**12])
+def test_bad_ids_raise_on_every_worker(bad: int) -> None:
+    outcomes = outcomes_of(bad_id, 3, bad)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, IndexError)
+        expected = (
+            f"id {bad} on worker 1 is out of range for table 'table.weight', which has 30 rows"
+        )
+        assert expected in str(outcome.error)
+
+
+def float_ids() -> None:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    model(torch.tensor([0.5 if session.rank == 1 else 0]))
+
+
+def test_float_ids_are_a_type_error_and_the_others_are_told() -> None:
+    outcomes = outcomes_of(float_ids, 2)
+    assert isinstance(outcomes[1].error, TypeError)
+    assert "must be int64 or int32, not torch.float32" in str(outcomes[1].error)
+    assert isinstance(outcomes[0].error, PeerError)
+    assert "worker 1 failed in a lookup of 'table.weight'" in str(outcomes[0].error)
+
+
+def different_models() -> None:
+    start(30 + int(os.environ["RANK"]) // 2)
+
+
+def test_models_that_differ_are_found_at_the_start() -> None:
+    for outcome in outcomes_of(different_models, 3):
+        assert isinstance(outcome.error, MismatchError)
+        assert "'table.weight' (30, 4)" in str(outcome.error)
+        assert "'table.weight' (31, 4)" in str(outcome.error)
+        assert "on worker 2" in str(outcome.error)
+
+
+def different_optimizers() -> None:
+    import parallax
+
+    model = Net()
+    kinds = [torch.optim.SGD, torch.optim.Adagrad]
+    optimizer = kinds[int(os.environ["RANK"])](model.parameters(), lr=0.1)
+    parallax.parallelize(model, optimizer, timeout_seconds=SECONDS)
+
+
+def test_optimizers_that_differ_are_found_at_the_start() -> None:
+    for outcome in outcomes_of(different_optimizers, 2):
+        assert isinstance(outcome.error, MismatchError)
+        assert "Adagrad" in str(outcome.error)
+
+
+def state_on_rank_0_only() -> float:
+    model, optimizer, session = start()
+    train(model, optimizer)
+    state = session.state_dict()
+    if session.rank == 0:  # alone, while the others go on to the end
+        alone = Net()
+        alone.load_state_dict(state)
+        with torch.no_grad():
+            return float(alone(torch.tensor([1, 2])))
+    assert state == {}
+    return 0.0
+
+
+def test_rank_0_can_evaluate_alone_in_a_model_of_its_own() -> None:
+    outcomes = outcomes_of(state_on_rank_0_only, 2)
+    assert [o.error for o in outcomes] == [None, None]

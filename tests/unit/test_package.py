@@ -1,0 +1,58 @@
+"""The public surface: every name is there, importing does nothing, one way of imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parallax
+
+SOURCE = Path(parallax.__file__).parent
+ORDER = (
+    "errors config init cluster analysis cost plan ledger table gradient shard exchange sparse "
+    "dense backward optim ownership placement data checkpoint session"
+).split()
+
+
+def test_every_public_name_resolves() -> None:
+    for name in parallax.__all__:
+        assert getattr(parallax, name) is not None
+    assert dir(parallax) == sorted(parallax.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        parallax.nothing  # noqa: B018
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import parallax, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_modules_import_only_what_stands_before_them() -> None:
+    """The order is the data's way; see docs/how-it-works.md."""
+    for file in SOURCE.rglob("*.py"):
+        room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in ("__init__", "launch"):
+            continue
+        for other in _imported(file):
+            assert ORDER.index(other) <= ORDER.index(room), f"{file} imports {other}"
+
+
+def test_the_launcher_leaves_torch_to_the_agent() -> None:
+    for file in (SOURCE / "launch").glob("*.py"):
+        top = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import)]
+        names = {alias.name.split(".")[0] for node in top for alias in node.names}
+        assert "torch" not in names or file.name in ("agent.py", "rendezvous.py"), file
+
+
+def _imported(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "parallax":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("parallax."):
+            found.add(str(node.module).split(".")[1])
+    return found

@@ -1,0 +1,104 @@
+"""Routes and reasons, for models that no worker has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from parallax import cost
+from parallax.analysis import Kind, analyse
+from parallax.config import Config
+from parallax.errors import ConfigError
+from parallax.optim import updater_of
+from parallax.plan import Plan, Route, make_plan
+from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
+
+
+def plan_of(
+    model: nn.Module, optimizer: str = "sgd", num_workers: int = 4, **options: object
+) -> Plan:
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    facts = analyse(model)
+    updaters = {fact.name: updater_of(chosen, chosen.param_groups[0]) for fact in facts}
+    return make_plan(facts, updaters, Config().replace(**options), num_workers)
+
+
+def test_kinds() -> None:
+    model = nn.ModuleDict(
+        {
+            "emb": nn.Embedding(5, 2),
+            "bag": nn.EmbeddingBag(5, 2),
+            "small": nn.Linear(2, 2),
+            "large": nn.Linear(2, 2000),
+            "conv": nn.Conv1d(2, 2, 1),
+        }
+    )
+    model.scalar = nn.Parameter(torch.zeros(()))
+    model.bare = nn.Parameter(torch.zeros(5, 2))
+    kinds = {fact.name: fact.kind for fact in analyse(model)}
+    assert kinds["emb.weight"] is kinds["bag.weight"] is Kind.EMBEDDING
+    assert kinds["small.weight"] is kinds["conv.weight"] is kinds["scalar"] is Kind.DENSE
+    assert kinds["large.weight"] is kinds["bare"] is kinds["large.bias"] is Kind.UNKNOWN
+
+
+def test_tied_modules_name_each_other() -> None:
+    line = plan_of(Lookup("tied"))["table.weight"]
+    assert line.route is Route.ALL_REDUCE
+    assert line.why == "used whole: tied, held by table (Embedding) and back (Linear)"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_routes_by_optimizer(optimizer: str) -> None:
+    model = Lookup("embedding")
+    default = plan_of(model, optimizer)["table.weight"]
+    lazy = plan_of(model, optimizer, lazy=True)["table.weight"]
+    assert (default.route is Route.SHARDED) == (optimizer in EXACT)
+    assert lazy.route is Route.SHARDED
+    assert ("lazily" in lazy.why) == (optimizer in LAZY)
+
+
+def test_sparse_embeddings_ask_for_laziness_where_torch_would_raise() -> None:
+    assert plan_of(Lookup("sparse"), "adam")["table.weight"].route is Route.SHARDED
+    assert plan_of(Lookup("sparse"), "sgd-momentum")["table.weight"].route is Route.ALL_REDUCE
+
+
+def test_one_worker_needs_no_route_but_for_laziness() -> None:
+    assert plan_of(Lookup("embedding"), num_workers=1)["table.weight"].route is Route.LOCAL
+    lazy = plan_of(Lookup("embedding"), "adam", num_workers=1, lazy=True)
+    assert lazy["table.weight"].route is Route.SHARDED
+
+
+def test_forced_routes_are_checked() -> None:
+    model = Lookup("embedding")
+    assert plan_of(model, routes={"*": "all-reduce"})["table.weight"].route is Route.ALL_REDUCE
+    model.scalar = nn.Parameter(torch.zeros(()))
+    with pytest.raises(ConfigError, match="it has no rows to shard"):
+        plan_of(model, routes={"scalar": "sharded"})
+    with pytest.raises(KeyError, match="no parameter 'nothing'"):
+        plan_of(model)["nothing"]
+
+
+def test_bytes_follow_the_formulas() -> None:
+    plan = plan_of(Lookup("embedding"), "adam")
+    assert plan["table.weight"].bytes_per_step == cost.allreduce_bytes(40 * 6 * 4, 4)
+    measured = plan_of(Lookup("embedding")).with_bytes({"table.weight": 123.0, "out.weight": 9.0})
+    assert measured["table.weight"].bytes_per_step == 123.0
+    assert measured["out.weight"].bytes_per_step == cost.allreduce_bytes(6 * 4, 4)
+
+
+def test_cost_of_the_routes() -> None:
+    assert cost.allreduce_bytes(100, 4) == 150
+    assert cost.sharded_bytes(10, 96, 2) == 2 * 10 * 100 / 2
+    assert cost.pull_bytes(3, 5, 10) == 3 * 4 + 50
+    assert cost.push_bytes(3, 10) == 3 * 14
+    # The sharded route does not grow with the number of workers; gathering does.
+    assert cost.sharded_bytes(10, 96, 48) < 2 * cost.sharded_bytes(10, 96, 2)
+    assert cost.gathered_bytes(10, 96, 48) == 47 * cost.gathered_bytes(10, 96, 2)
+
+
+def test_the_table_prints() -> None:
+    text = str(plan_of(Lookup("embedding")))
+    assert text.splitlines()[0] == "Plan for 4 workers"
+    assert "40×6" in text
+    assert "not yet" in text
