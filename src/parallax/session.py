@@ -31,7 +31,7 @@ from parallax.ledger import Ledger
 from parallax.optim import RowStep, gather_state, refuse_closures, shard_state, updater_of
 from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route, RowRule, Updater, make_plan
-from parallax.sparse import Hooks, TableRows, norm_of_power, push_all, warn_whole
+from parallax.sparse import PUSH, Hooks, TableRows, norm_of_power, push_all, warn_whole
 from parallax.table import Table, make_plain, set_data
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -259,10 +259,10 @@ class Session:
             rows=self._groups.rows,
             board=board,
         )
-        peers.names = [*(fact.name for fact in self._facts), "row gradients"]
         tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
         peers.max_counts = max(1, len(tables))
-        peers.names += [checkpoint.SAVING, checkpoint.LOADING]
+        names = [fact.name for fact in self._facts]
+        peers.name_subjects([*names, PUSH, checkpoint.SAVING, checkpoint.LOADING])
         if store is not None:
             placement.compare(self._facts, self._updaters(), peers, store)
         return peers

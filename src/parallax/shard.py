@@ -9,6 +9,7 @@ deduplicates ids and lays them out for the exchange.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +60,15 @@ class RowMap:
         return whole[owner :: self.num_workers].clone(memory_format=torch.contiguous_format)
 
 
-def merged(slots: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum the values of equal slots; the result's slots are sorted."""
-    all_slots, all_values = torch.cat(slots), torch.cat(values)
-    distinct, inverse = torch.unique(all_slots, return_inverse=True)
-    total = all_values.new_zeros((len(distinct), *all_values.shape[1:]))
-    return distinct, total.index_add_(0, inverse, all_values)
+def merged(
+    slots: Sequence[Tensor], values: Sequence[Tensor], scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Sum the values of equal slots, times `scale`; the result's slots are sorted.
+
+    Piece by piece: concatenating the values first would copy all of them once more.
+    """
+    distinct, inverse = torch.unique(torch.cat(list(slots)), return_inverse=True)
+    total = values[0].new_zeros((len(distinct), *values[0].shape[1:]))
+    for places, piece in zip(inverse.split([len(v) for v in values]), values, strict=True):
+        total.index_add_(0, places, piece, alpha=scale)
+    return distinct, total

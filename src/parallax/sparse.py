@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,13 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallax.errors import ParallaxError, PeerError
+from parallax.errors import ParallaxError
 from parallax.exchange.cache import Cache
 from parallax.exchange.collective import Parcel, pull, push
 from parallax.exchange.peers import Fault, Peers, Verb
+from parallax.exchange.request import LastRequest, Request
 from parallax.gradient import RowGradient
 from parallax.shard import RowMap, merged
 from parallax.table import empty_out, make_plain, make_table, set_data
+
+PUSH = "row gradients"
+"""What a push is about."""
 
 
 @dataclass
@@ -29,6 +33,8 @@ class Hooks:
     """A gradient has come: begin the backward if it has not begun, and say its scale."""
     left: Callable[[TableRows, str], None]
     """A table has become an ordinary parameter, for this reason."""
+    requests: LastRequest = field(default_factory=LastRequest)
+    """Shared by the tables of a session."""
 
 
 class TableRows:
@@ -53,6 +59,7 @@ class TableRows:
         self.retired = False
         """… in an earlier step: no lookup of it is under way any more."""
         self._pending: list[tuple[Tensor, Tensor]] = []
+        self._stand_in: RowGradient | None = None
         self._cache = Cache()
         self._peers = peers
         self._hooks = hooks
@@ -69,15 +76,15 @@ class TableRows:
         self, ids: Tensor, *, padding: int | None = None, wraps: bool = False
     ) -> tuple[Tensor, Tensor, int | None]:
         trains = torch.is_grad_enabled() and self.parameter.requires_grad
-        ids, problem, fault = self._checked(ids, wraps)
-        slots, places = torch.unique(self.row_map.slots(ids.reshape(-1)), return_inverse=True)
-        rows = self._fetched(slots, trains, problem, fault)
-        padding_place = self._place_of(padding, slots)
+        device = self.parameter.device
+        request = self._hooks.requests.of(ids, self.row_map, wraps=wraps, device=device)
+        rows = self._fetched(request, trains)
+        padding_place = self._place_of(padding, request.slots)
         if trains:
             rows = _Delivery.apply(  # type: ignore[no-untyped-call]
-                self._anchor, rows, self, slots, padding_place
+                self._anchor, rows, self, request.slots, padding_place
             )
-        return rows, places.reshape(ids.shape), padding_place
+        return rows, request.places, padding_place
 
     def values(self, why: str) -> Tensor:
         if self.shard is None:
@@ -129,7 +136,7 @@ class TableRows:
         operation = peers.operation(Verb.GATHER, self.name)
         peers.announce(operation)
         whole = part.new_empty((self.row_map.num_rows, *part.shape[1:]))
-        with peers.waiting(f"{operation.describe(peers.names)} for {why}"):
+        with peers.waiting(f"{operation} for {why}"):
             for owner in range(peers.num_workers):
                 size = self.row_map.size_of(owner)
                 rows = part if owner == peers.rank else part.new_empty((size, *part.shape[1:]))
@@ -146,7 +153,7 @@ class TableRows:
         nothing = [0] * (peers.num_workers - 1)
         operation = peers.operation(Verb.GATHER, self.name)
         peers.announce(operation)
-        with peers.waiting(operation.describe(peers.names)):
+        with peers.waiting(operation):
             received = sizes if peers.rank == 0 else [0] * peers.num_workers
             rows = peers.exchange(part, [len(part), *nothing], received)
         if peers.rank != 0:
@@ -160,8 +167,11 @@ class TableRows:
 
     @property
     def gradient(self) -> Tensor | None:
-        exists = self.has_gradient or self.touched
-        return RowGradient.of(self, self.parameter) if exists else None
+        if not (self.has_gradient or self.touched):
+            return None
+        if self._stand_in is None:
+            self._stand_in = RowGradient.of(self, self.parameter)
+        return self._stand_in
 
     @gradient.setter
     def gradient(self, value: Tensor | None) -> None:
@@ -214,13 +224,13 @@ class TableRows:
                 f"backward through a lookup of {self.name!r} from before it was used whole in an "
                 "earlier step: run the forward again"
             )
-        factor = self._hooks.begin() / self._peers.num_workers
+        scale = self._hooks.begin()
         self.touched = True
-        if factor == 0:  # a worker without samples: its loss may be NaN, and counts for nothing
+        if scale == 0:  # a worker without samples: its loss may be NaN, and counts for nothing
             return
         if padding_place is not None:
             slots, gradient = _without(slots, padding_place), _without(gradient, padding_place)
-        self._pending.append((slots, gradient if factor == 1 else gradient * factor))
+        self._pending.append((slots, gradient if scale == 1 else gradient * scale))
 
     def parcel(self) -> Parcel:
         """Take the gradients that have come here, summed by row."""
@@ -255,8 +265,7 @@ class TableRows:
         whole = torch.zeros(
             self.parameter.shape, dtype=parcel.values.dtype, device=parcel.values.device
         )
-        # Lookups hand over 1/N of the mean's share already; the all-reduce divides by N itself.
-        return whole.index_add_(0, ids, parcel.values * self.row_map.num_workers)
+        return whole.index_add_(0, ids, parcel.values)
 
     def updated(self) -> None:
         """The rows have changed. Their gradient stays until it is zeroed, as in torch."""
@@ -280,43 +289,17 @@ class TableRows:
             device=self.parameter.device,
         )
 
-    def _checked(
-        self, ids: Tensor, wraps: bool
-    ) -> tuple[Tensor, Exception | None, tuple[Fault, int]]:
-        """Valid ids as int64, or none of them and what is wrong."""
-        none = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32, torch.int16):
-            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-            error = TypeError(f"ids for table {self.name!r} must be int64 or int32, not {got}")
-            return none, error, (Fault.FAILED, 0)
-        ids = ids.long()
-        if ids.numel():
-            num_rows = self.row_map.num_rows
-            low, high = (int(bound) for bound in torch.aminmax(ids))
-            if low < (-num_rows if wraps else 0) or high >= num_rows:
-                bad = high if high >= num_rows else low
-                return none, None, (Fault.BAD_ID, bad)
-            if low < 0:
-                ids = ids % num_rows
-        return ids, None, (Fault.NONE, 0)
-
-    def _fetched(
-        self,
-        slots: Tensor,
-        trains: bool,
-        problem: Exception | None,
-        fault: tuple[Fault, int],
-    ) -> Tensor:
-        peers = self._peers
+    def _fetched(self, request: Request, trains: bool) -> Tensor:
+        peers, slots = self._peers, request.slots
         verb = Verb.LOOKUP if trains else Verb.LOOKUP_WITHOUT_GRADIENT
         operation = peers.operation(verb, self.name)
         if self.shard is None:
-            _, faults = peers.announce(operation, fault=fault)
-            self._raise_faults(problem, faults)
+            _, faults = peers.announce(operation, fault=request.fault)
+            self._raise_faults(faults)
             return self._own_rows(slots)
         missing = self._cache.missing(slots) if trains else slots
-        rows, faults = pull(peers, operation, self.row_map, self.shard, missing, fault)
-        self._raise_faults(problem, faults)
+        rows, faults = pull(peers, operation, self.row_map, self.shard, missing, request.fault)
+        self._raise_faults(faults)
         if not trains:
             return rows
         return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
@@ -326,18 +309,19 @@ class TableRows:
         ids = self.row_map.places(slots) * self.row_map.num_workers + owner
         return self.values("lookup").index_select(0, ids)
 
-    def _raise_faults(self, problem: Exception | None, faults: list[tuple[Fault, int]]) -> None:
-        if problem is not None:
-            raise problem
+    def _raise_faults(self, faults: list[tuple[Fault, int]]) -> None:
+        """All workers raise what one of them found wrong with its ids."""
         for rank, (fault, value) in enumerate(faults):
+            whose = f" on worker {rank}" if len(faults) > 1 else ""
             if fault is Fault.BAD_ID:
-                whose = f" on worker {rank}" if len(faults) > 1 else ""
                 raise IndexError(
                     f"id {value}{whose} is out of range for table {self.name!r}, "
                     f"which has {self.row_map.num_rows} rows"
                 )
-            if fault is Fault.FAILED:
-                raise PeerError(f"worker {rank} failed in a lookup of {self.name!r}; see its error")
+            if fault is Fault.BAD_TYPE:
+                raise TypeError(
+                    f"the ids{whose} for table {self.name!r} must be a tensor of int64 or int32"
+                )
 
     def _place_of(self, row: int | None, slots: Tensor) -> int | None:
         if row is None:
@@ -357,7 +341,7 @@ def push_all(tables: list[TableRows], peers: Peers) -> None:
     tables = [table for table in tables if table.unpushed]
     if not tables:
         return
-    operation = peers.operation(Verb.PUSH, "row gradients")
+    operation = peers.operation(Verb.PUSH, PUSH)
     for table, parcel in zip(
         tables, push(peers, operation, [table.parcel() for table in tables]), strict=True
     ):

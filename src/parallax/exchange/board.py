@@ -35,7 +35,7 @@ class Board:
         self._store = store
         self._rank = rank
         self._num_workers = num_workers
-        self._where = "the start"
+        self._where: object = "the start"
         self._waits = False
         self._beat = 0
         self._stop = threading.Event()
@@ -43,7 +43,8 @@ class Board:
         self._thread = threading.Thread(target=self._run, name="parallax-board", daemon=True)
         self._thread.start()
 
-    def enter(self, where: str) -> None:
+    def enter(self, where: object) -> None:
+        """Note where this worker waits; it is put into words only when somebody is to read it."""
         self._where, self._waits = where, True
 
     def leave(self) -> None:
@@ -79,7 +80,7 @@ class Board:
 
     def _post(self) -> bool:
         self._beat += 1
-        note = json.dumps([self._beat, self._where, self._waits])
+        note = json.dumps([self._beat, str(self._where), self._waits])
         try:
             self._store.set(f"board/{self._rank}", note)
         except (RuntimeError, OSError):

@@ -8,6 +8,7 @@ itself do not travel.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,8 +46,8 @@ def pull(
         return shard[:0], faults
     if peers.num_workers == 1:
         return shard.index_select(0, slots), faults
-    name = peers.names[operation.subject]
-    with peers.ledger.timed(name), peers.waiting(operation.describe(peers.names)):
+    name = operation.subject
+    with peers.ledger.timed(name), peers.waiting(operation):
         places = row_map.places(slots).to(torch.int32)
         wanted = peers.exchange(places, counts, asked)
         rows = peers.exchange(shard.index_select(0, wanted), asked, counts)
@@ -55,7 +56,7 @@ def pull(
 
 
 def push(peers: Peers, operation: Operation, parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Bring the gradients of each table's rows to their owners and sum them there.
+    """Bring the gradients of each table's rows to their owners, and average them over workers.
 
     Every worker gives the same tables in the same order, with the rows that it has itself.
     """
@@ -64,12 +65,13 @@ def push(peers: Peers, operation: Operation, parcels: Sequence[Parcel]) -> list[
     if peers.num_workers == 1:
         return list(parcels)
     sent, received = torch.tensor(counts), torch.tensor(told)
-    with peers.waiting(operation.describe(peers.names)):
+    start = time.perf_counter()
+    with peers.waiting(operation):
         places = _exchanged_places(peers, parcels, sent, received)
         values = _exchanged_values(peers, parcels, sent, received)
-    _book_push(peers, parcels, sent, received)
+    _book_push(peers, parcels, sent, received, time.perf_counter() - start)
     return [
-        Parcel(parcel.name, parcel.row_map, *merged([place.long()], [value]))
+        Parcel(parcel.name, parcel.row_map, *merged(place, value, 1 / peers.num_workers))
         for parcel, place, value in zip(parcels, places, values, strict=True)
     ]
 
@@ -80,35 +82,35 @@ def row_bytes(rows: Tensor) -> int:
 
 def _exchanged_places(
     peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor
-) -> list[Tensor]:
+) -> list[list[Tensor]]:
     places = [parcel.row_map.places(parcel.slots).to(torch.int32) for parcel in parcels]
-    return _exchanged(peers, places, sent, received)
+    found = _exchanged(peers, places, sent, received)
+    return [[piece.long() for piece in pieces] for pieces in found]
 
 
 def _exchanged_values(
     peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor
-) -> list[Tensor]:
+) -> list[list[Tensor]]:
     """Tables of one dtype share an exchange, whatever the lengths of their rows."""
-    results: list[Tensor] = [parcel.values for parcel in parcels]
-    dtypes = dict.fromkeys(parcel.values.dtype for parcel in parcels)
-    for dtype in dtypes:
+    results: list[list[Tensor]] = [[] for _ in parcels]
+    for dtype in dict.fromkeys(parcel.values.dtype for parcel in parcels):
         chosen = [i for i, parcel in enumerate(parcels) if parcel.values.dtype == dtype]
         values = [parcels[i].values for i in chosen]
         found = _exchanged(peers, values, sent[:, chosen], received[:, chosen])
-        for i, value in zip(chosen, found, strict=True):
-            results[i] = value
+        for i, pieces in zip(chosen, found, strict=True):
+            results[i] = pieces
     return results
 
 
 def _exchanged(
     peers: Peers, tensors: Sequence[Tensor], sent: Tensor, received: Tensor
-) -> list[Tensor]:
-    """Several tensors, whose rows are sorted by receiver, in one exchange.
+) -> list[list[Tensor]]:
+    """Several tensors, whose rows are sorted by receiver, in one exchange; each comes in pieces.
 
     `sent[worker, i]` rows of tensor i go to a worker, `received[worker, i]` come from it.
     """
     if len(tensors) == 1:
-        return [peers.exchange(tensors[0], sent[:, 0].tolist(), received[:, 0].tolist())]
+        return [[peers.exchange(tensors[0], sent[:, 0].tolist(), received[:, 0].tolist())]]
     widths = torch.tensor([tensor.shape[1:].numel() for tensor in tensors])
     parts = [tensor.split(sent[:, i].tolist()) for i, tensor in enumerate(tensors)]
     packed = torch.cat([part.reshape(-1) for part in _by_worker(parts)])
@@ -116,7 +118,7 @@ def _exchanged(
     flat = peers.exchange(packed, sizes_out.sum(1).tolist(), sizes_in.sum(1).tolist())
     pieces = flat.split(sizes_in.flatten().tolist())
     return [
-        torch.cat(pieces[i :: len(tensors)]).reshape(-1, *tensor.shape[1:])
+        [piece.reshape(-1, *tensor.shape[1:]) for piece in pieces[i :: len(tensors)]]
         for i, tensor in enumerate(tensors)
     ]
 
@@ -138,12 +140,16 @@ def _book_pull(
     )
 
 
-def _book_push(peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor) -> None:
+def _book_push(
+    peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor, seconds: float
+) -> None:
     away, here = ((counts.sum(0) - counts[peers.rank]).tolist() for counts in (sent, received))
-    for parcel, rows_out, rows_in in zip(parcels, away, here, strict=True):
-        size_bytes = row_bytes(parcel.values)
+    sizes = [row_bytes(parcel.values) for parcel in parcels]
+    moved = [(a + h) * size for a, h, size in zip(away, here, sizes, strict=True)]
+    for i, parcel in enumerate(parcels):
         peers.ledger.add(
             parcel.name,
-            sent_bytes=cost.push_bytes(rows_out, size_bytes),
-            received_bytes=cost.push_bytes(rows_in, size_bytes),
+            sent_bytes=cost.push_bytes(away[i], sizes[i]),
+            received_bytes=cost.push_bytes(here[i], sizes[i]),
+            seconds=seconds * moved[i] / max(sum(moved), 1),
         )

@@ -49,7 +49,7 @@ class Fault(enum.IntEnum):
 
     NONE = 0
     BAD_ID = 1
-    FAILED = 2
+    BAD_TYPE = 2
 
 
 _NO_FAULT = (Fault.NONE, 0)
@@ -60,13 +60,12 @@ class Operation:
     """An operation in which all workers must be together."""
 
     verb: Verb
-    subject: int
+    subject: str
     ordinal: int
     step: int
 
-    def describe(self, names: Sequence[str]) -> str:
-        subject = names[self.subject] if 0 <= self.subject < len(names) else "something unknown"
-        quoted = subject if self.verb is Verb.MEETING else repr(subject)
+    def __str__(self) -> str:
+        quoted = self.subject if self.verb is Verb.MEETING else repr(self.subject)
         phrase = _PHRASES[self.verb].format(subject=quoted, ordinal=self.ordinal)
         return f"{phrase} in step {self.step}"
 
@@ -92,7 +91,6 @@ class Peers:
         self.rank = rank
         self.num_workers = num_workers
         self.ledger = ledger
-        self.names: list[str] = []
         self.max_counts = 1
         """Counts that a header has room for: the number of tables."""
         self.step = 0
@@ -100,8 +98,13 @@ class Peers:
         self._control = control
         self._rows = rows
         self._board = board
-        self._ordinals: dict[tuple[Verb, int], int] = {}
+        self._ordinals: dict[tuple[Verb, str], int] = {}
+        self._numbers: dict[str, int] = {}
         self._closed = False
+
+    def name_subjects(self, subjects: Sequence[str]) -> None:
+        """Number what operations can be about, in the same way on every worker."""
+        self._numbers = {subject: number for number, subject in enumerate(subjects)}
 
     def close(self) -> None:
         self._closed = True
@@ -119,11 +122,11 @@ class Peers:
                 f"{subject!r} is sharded, and its session is closed: take session.state_dict() or "
                 "session.save() before session.close()"
             )
-        if subject not in self.names:
-            self.names.append(subject)
-        key = (verb, self.names.index(subject))
+        if subject not in self._numbers:
+            self._numbers[subject] = len(self._numbers)
+        key = (verb, subject)
         self._ordinals[key] = self._ordinals.get(key, 0) + 1
-        return Operation(verb, key[1], self._ordinals[key], self.step)
+        return Operation(verb, subject, self._ordinals[key], self.step)
 
     # Operations ---------------------------------------------------------------------------
 
@@ -142,10 +145,11 @@ class Peers:
         counts = [()] * self.num_workers if counts is None else counts
         if self.num_workers == 1:
             return [list(counts[0])], [fault]
-        head = [operation.verb, operation.subject, operation.ordinal, operation.step, *fault]
+        subject = self._numbers[operation.subject]
+        head = [operation.verb, subject, operation.ordinal, operation.step, *fault]
         padding = [0] * (self.max_counts - len(counts[0]))
         sent = torch.tensor([[*head, *row, *padding] for row in counts], dtype=torch.int64)
-        with self.waiting(operation.describe(self.names)):
+        with self.waiting(operation):
             told = self._swapped(sent).tolist()
         self._check_together(operation, told)
         start, end = len(head), len(head) + len(counts[0])
@@ -229,7 +233,7 @@ class Peers:
     # Waits --------------------------------------------------------------------------------
 
     @contextmanager
-    def waiting(self, where: str) -> Iterator[None]:
+    def waiting(self, where: object) -> Iterator[None]:
         """Name the operation that the waits inside belong to."""
         if self._board is None:
             yield
@@ -241,7 +245,7 @@ class Peers:
         except RuntimeError as error:
             if isinstance(error, PeerError):
                 raise
-            raise self._explained(error, where, time.monotonic() - start) from error
+            raise self._explained(error, str(where), time.monotonic() - start) from error
         finally:
             self._board.leave()
 
@@ -272,11 +276,12 @@ class Peers:
         )
 
     def _check_together(self, mine: Operation, told: list[list[int]]) -> None:
-        for rank, row in enumerate(told):
-            theirs = Operation(Verb(row[0]), row[1], row[2], row[3])
+        subjects = list(self._numbers)
+        for rank, (verb, number, ordinal, step, *_) in enumerate(told):
+            subject = subjects[number] if number < len(subjects) else "something else"
+            theirs = Operation(Verb(verb), subject, ordinal, step)
             if theirs != mine:
                 raise OutOfStepError(
-                    f"worker {self.rank} is in {mine.describe(self.names)}, but worker {rank} is "
-                    f"in {theirs.describe(self.names)}. Every worker must do the same lookups, "
-                    "backwards and steps in the same order"
+                    f"worker {self.rank} is in {mine}, but worker {rank} is in {theirs}. Every "
+                    "worker must do the same lookups, backwards and steps in the same order"
                 )
