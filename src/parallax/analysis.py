@@ -44,7 +44,6 @@ class Facts:
     """A parameter as the plan sees it."""
 
     name: str
-    aliases: tuple[str, ...]
     parameter: nn.Parameter
     kind: Kind
     holders: tuple[str, ...]
@@ -53,6 +52,8 @@ class Facts:
     """Some embedding that holds it has `sparse=True`."""
     padding_rows: tuple[int, ...] = ()
     """Rows that its embeddings keep at zero from the start."""
+    has_hooks: bool = False
+    """The script has registered hooks on its gradient."""
 
     @property
     def row_bytes(self) -> int:
@@ -92,6 +93,17 @@ def refuse_unsupported(model: nn.Module) -> None:
             )
 
 
+def refuse_early_steps(model: nn.Module) -> None:
+    """Hooks after accumulation would see, and may step on, gradients that are not reduced yet."""
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {name!r} has a post-accumulate-grad hook (as for an optimizer step "
+                "inside backward), which would run before the workers' gradients are reduced. "
+                "Step after backward instead"
+            )
+
+
 def _embeddings(model: nn.Module) -> Iterable[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -100,15 +112,19 @@ def _embeddings(model: nn.Module) -> Iterable[tuple[str, nn.Embedding | nn.Embed
 
 def _facts(name: str, parameter: nn.Parameter, holders: list[tuple[str, nn.Module, str]]) -> Facts:
     modules = [module for _, module, _ in holders]
-    embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = [
+        module
+        for _, module, attribute in holders
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and attribute == "weight"
+    ]
     return Facts(
         name=name,
-        aliases=tuple(f"{module}.{attribute}".lstrip(".") for module, _, attribute in holders),
         parameter=parameter,
         kind=_kind(parameter, modules, len(embeddings)),
         holders=tuple(f"{module or 'the model'} ({type(m).__name__})" for module, m, _ in holders),
         asks_sparse=any(m.sparse for m in embeddings),
         padding_rows=tuple({m.padding_idx for m in embeddings if m.padding_idx is not None}),
+        has_hooks=bool(parameter._backward_hooks),
     )
 
 

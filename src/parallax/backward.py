@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,13 @@ from torch import Tensor
 
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
+from parallax.exchange.collective import Parcel, Push, announce_push, complete_push
+from parallax.exchange.header import Operation, Verb
 from parallax.exchange.peers import Peers
 from parallax.sparse import TableRows
+
+REDUCTION = "all gradients"
+"""What a reduction is about."""
 
 
 class Weight:
@@ -26,19 +32,24 @@ class Weight:
         self._total: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def set_counts(self, counts: list[int] | None) -> None:
+    def set_counts(self, counts: list[int]) -> None:
         """Every worker's number of samples in the batch that comes now."""
         self._by_hand = self._total = None
-        self._from_data = (
-            None if counts is None else self._scale(counts[self._peers.rank], sum(counts))
-        )
+        self._from_data = self._scale(counts[self._peers.rank], sum(counts))
 
-    def set_by_hand(self, count: float) -> None:
+    def forget_counts(self) -> None:
+        """The loader has ended."""
+        self._from_data = None
+
+    def set_by_hand(self, count: float | Tensor) -> None:
         """This worker's count for the backwards until the next step or batch. Collective."""
-        if not isinstance(count, int | float) or not 0 <= count < math.inf:
+        try:
+            self._by_hand = float(count)
+        except (TypeError, ValueError, RuntimeError):
+            self._by_hand = math.nan
+        if not 0 <= self._by_hand < math.inf:
             raise ConfigError(f"weight() takes this worker's count, a number ≥ 0, not {count!r}")
-        self._by_hand = float(count)
-        self._total = torch.tensor([count], dtype=torch.float64)
+        self._total = torch.tensor([self._by_hand], dtype=torch.float64)
         self._work = self._peers.start_total(self._total, dist.ReduceOp.SUM)
 
     def end_step(self) -> None:
@@ -62,7 +73,7 @@ class Backward:
     """Joins both routes: begins with the first gradient of either, ends with the backward."""
 
     def __init__(
-        self, peers: Peers, weight: Weight, names: list[str], buffers: list[Tensor]
+        self, peers: Peers, weight: Weight, names: list[str], buffers: Callable[[], list[Tensor]]
     ) -> None:
         self.dense: DenseRoute
         self.tables: dict[str, TableRows] = {}
@@ -75,7 +86,7 @@ class Backward:
         self._weight = weight
         self._names = names
         self._buffers = buffers
-        self._buffer_versions = [buffer._version for buffer in buffers]
+        self._buffer_versions: list[tuple[int, int]] = []
         self._active = False
         self._syncs = True
         self._scale = 1.0
@@ -120,41 +131,45 @@ class Backward:
             self._active = False
 
     def _reduce(self) -> None:
-        """Bring every worker's gradients together. See [Note: arming] in dense.py."""
+        """Bring every worker's gradients together. See [Note: arming] in dense.py.
+
+        The push goes on beside the all-reduces, whose last ones `complete` has started.
+        """
         had = [self._has_gradient(name) for name in self._names]
         whole = [name in self.tables and self.tables[name].used_whole for name in self._names]
-        flags = torch.tensor([*had, *whole, self._buffers_touched()], dtype=torch.uint8)
-        work = self._peers.start_total(flags, dist.ReduceOp.MAX)
         self.dense.complete()
-        with self._peers.waiting(f"the end of backward in step {self._peers.step}"):
-            self._peers.wait(work)
-        self._apply(had, flags.tolist())
+        operation = self._peers.operation(Verb.REDUCTION, REDUCTION)
+        parcels = [table.parcel() for table in self.tables.values()]
+        push, flags = announce_push(
+            self._peers, operation, parcels, [*had, *whole, self._buffers_touched()]
+        )
+        used = {name for name, flag in zip(self._names, flags, strict=False) if flag}
+        self.observed(used, set(itertools.compress(self._names, flags[len(self._names) :])))
+        self._push(operation, push, used)
+        self.dense.wait()
+        self.dense.forget([n for n, h in zip(self._names, had, strict=True) if not h | (n in used)])
+        self.dense.reduce_strays(used, self._dense_rows(parcels, used))
+        self.buffers_changed |= flags[-1]
         self._unsynced = False
         self.count += 1
 
-    def _apply(self, had: list[bool], bits: list[int]) -> None:
-        """Do with every worker's flags what they ask for."""
-        num_names = len(self._names)
-        used = {name for name, bit in zip(self._names, bits[:num_names], strict=True) if bit}
-        whole = {name for name, bit in zip(self._names, bits[num_names:-1], strict=True) if bit}
-        self.buffers_changed |= bool(bits[-1])
-        nowhere = [n for n, h in zip(self._names, had, strict=True) if not h and n not in used]
-        self.dense.forget(nowhere)
-        self.observed(used, whole)
-        self._hand_over(used)
-
-    def _hand_over(self, used: set[str]) -> None:
-        """Row gradients go to the push, or join the dense gradient of a table used whole."""
-        extra = {}
-        for name, table in self.tables.items():
+    def _push(self, operation: Operation, push: Push, used: set[str]) -> None:
+        """Row gradients of the tables that are used go to their rows' owners."""
+        tables = list(self.tables.values())
+        for table in tables:
             table.touched = False
-            if name not in used or table.retired:
-                continue
-            if table.used_whole:
-                extra[name] = table.dense_gradient()
-            else:
-                table.has_gradient = table.unpushed = True
-        self.dense.reduce_strays(used, extra)
+        chosen = [i for i, t in enumerate(tables) if t.name in used and not t.used_whole]
+        found = complete_push(self._peers, operation, push, chosen)
+        for i, parcel in zip(chosen, found, strict=True):
+            tables[i].receive(parcel)
+
+    def _dense_rows(self, parcels: list[Parcel], used: set[str]) -> dict[str, Tensor | None]:
+        """Row gradients of tables that were used whole join their dense gradient."""
+        return {
+            name: table.dense_gradient(parcel)
+            for (name, table), parcel in zip(self.tables.items(), parcels, strict=True)
+            if name in used and table.used_whole and not table.retired
+        }
 
     def _has_gradient(self, name: str) -> bool:
         table = self.tables.get(name)
@@ -166,9 +181,12 @@ class Backward:
     def buffers_settled(self) -> None:
         """All workers have rank 0's buffers."""
         self.buffers_changed = False
-        self._buffer_versions = [buffer._version for buffer in self._buffers]
+        self._buffer_versions = self._versions()
 
     def _buffers_touched(self) -> bool:
-        versions = [buffer._version for buffer in self._buffers]
+        versions = self._versions()
         touched, self._buffer_versions = versions != self._buffer_versions, versions
         return touched
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(buffer), buffer._version) for buffer in self._buffers()]

@@ -34,8 +34,3 @@ def push_bytes(pushed_rows: int, row_bytes: int) -> int:
 def sharded_bytes(rows: float, row_bytes: int, num_workers: int) -> float:
     """Sent by a worker on average, if each of N workers touches `rows` rows in a step."""
     return 2 * rows * (row_bytes + ID_BYTES) * (num_workers - 1) / num_workers
-
-
-def gathered_bytes(rows: float, row_bytes: int, num_workers: int) -> float:
-    """Sent by a worker when every worker's rows go to every worker (DDP's sparse gradients)."""
-    return (num_workers - 1) * rows * (row_bytes + 8)

@@ -13,6 +13,7 @@ accumulated over several backwards keep each its own weight, and reducing twice 
 because the weights of the workers sum to N.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,7 @@ class DenseRoute:
         self._reduced: list[str] = []
         self._engine: DistributedDataParallel | None = None
         self._works: list[dist.Work] = []
+        self._sizes: dict[str, int] = {}
         self._completing = False
 
     def adopt(self, name: str, parameter: nn.Parameter, *, stray: bool = False) -> None:
@@ -87,12 +89,12 @@ class DenseRoute:
             self._build_engine(wanted)
         if self._engine is not None:
             reducer = self._engine.reducer
-            with self._peers.waiting("laying out the gradient buckets"):
+            with self._peers.waiting(f"laying out gradient buckets in step {self._peers.step}"):
                 reducer._rebuild_buckets()
             reducer.prepare_for_backward([])
 
     def complete(self) -> None:
-        """Give parameters without a gradient in this backward a zero one, and reduce."""
+        """Give parameters without a gradient in this backward a zero one."""
         missing = [self.parameters[name] for name in self._reduced if name not in self._fired]
         if missing:
             self._completing = True
@@ -104,10 +106,18 @@ class DenseRoute:
                     )
             finally:
                 self._completing = False
+
+    def wait(self) -> None:
+        """Wait for the all-reduces of this backward."""
         works, self._works = self._works, []
+        sizes, self._sizes = self._sizes, {}
+        start = time.perf_counter()
         with self._peers.waiting(f"the all-reduce of dense gradients in step {self._peers.step}"):
             for work in works:
                 self._peers.wait(work)
+        seconds = (time.perf_counter() - start) / max(sum(sizes.values()), 1)
+        for name, size_bytes in sizes.items():
+            self._peers.ledger.add(name, seconds=seconds * size_bytes)
 
     def forget(self, names: list[str]) -> None:
         """Parameters that have no gradient on any worker have none here either."""
@@ -198,5 +208,6 @@ class DenseRoute:
 
     def _book(self, name: str, gradient: Tensor) -> None:
         size_bytes = gradient.numel() * gradient.element_size()
+        self._sizes[name] = size_bytes
         sent = cost.allreduce_bytes(size_bytes, self._peers.num_workers)
         self._peers.ledger.add(name, sent_bytes=sent, received_bytes=sent)

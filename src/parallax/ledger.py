@@ -16,7 +16,8 @@ class Entry:
     sent_bytes: float = 0
     received_bytes: float = 0
     seconds: float = 0.0
-    """Time this worker stood in its exchanges. All-reduces run beside backward: they have none."""
+    """Time that this worker stood waiting in its exchanges. What ran beside the backward is not in
+    it; an exchange of several parameters is shared out by their bytes."""
     rows: int = 0
     """Rows of a table that this worker touched."""
     nonfinite_rows: int = 0
@@ -46,7 +47,7 @@ class Record:
 class Ledger:
     """The newest steps one by one in `steps`, and `totals` over all of them.
 
-    `headers` counts the small messages that precede exchanges and belong to no parameter.
+    `header_bytes` counts the small messages that precede exchanges and belong to no parameter.
     """
 
     def __init__(self, max_steps: int = 1000) -> None:

@@ -7,6 +7,7 @@ hyper-parameters of the moment; then rows and state are scattered back.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from parallax.errors import UnsupportedError
+from parallax.errors import ConfigError, UnsupportedError
 from parallax.plan import RowRule, Updater
 from parallax.sparse import TableRows
 
@@ -37,22 +38,49 @@ Adagrad, lies there from the start)."""
 def updater_of(optimizer: Optimizer, group: dict[str, Any]) -> Updater:
     """What updating only touched rows means for a parameter of this group."""
     name = type(optimizer).__name__
-    # A subclass with a step of its own may do anything; torch wraps `step` for its profiler.
-    step = inspect.unwrap(type(optimizer).step)
-    known = any(step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE)
-    if not known or group.get("differentiable"):
+    kind: Any = type(optimizer)
+    if not _is_elementwise(kind) or group.get("differentiable"):
         return Updater(name, RowRule.REFUSED)
     decays = bool(group.get("weight_decay"))
     if isinstance(optimizer, torch.optim.SparseAdam):
-        return Updater(name, RowRule.EXACT, takes_sparse=True)
+        return Updater(name, RowRule.EXACT, takes_sparse=True, takes_dense=False)
     if isinstance(optimizer, torch.optim.Adagrad):
-        return Updater(name, RowRule.LAZY if decays else RowRule.EXACT, takes_sparse=not decays)
+        adagrad = f"{name} with weight_decay" if decays else name
+        return Updater(adagrad, RowRule.LAZY if decays else RowRule.EXACT, takes_sparse=not decays)
     if isinstance(optimizer, torch.optim.SGD):
         plain = not decays and not group.get("momentum")
         return Updater(
             _sgd(group), RowRule.EXACT if plain else RowRule.LAZY, takes_sparse=not decays
         )
     return Updater(name, RowRule.LAZY)
+
+
+@functools.cache
+def _is_elementwise(kind: type[Optimizer]) -> bool:
+    # A subclass with a step of its own may do anything; torch wraps `step` for its profiler.
+    step = inspect.unwrap(kind.step)
+    return any(step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE)
+
+
+def check_rule(table: str, rule: RowRule, optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """Refuse an option, set since the plan was made, that touched rows alone cannot follow."""
+    now = updater_of(optimizer, group)
+    if rule is RowRule.EXACT and now.rule is not RowRule.EXACT:
+        raise ConfigError(
+            f"table {table!r} was sharded because its optimizer left untouched rows alone, but now "
+            f"it is {now.name}, which does not (a scheduler may have set an option, as OneCycleLR "
+            "does with momentum). Set it before parallelize(), or say "
+            f"lazy=[{table!r}] or routes={{{table!r}: 'all-reduce'}}"
+        )
+
+
+def refuse_dense(name: str, optimizer: Optimizer, why: str) -> None:
+    """SparseAdam takes sparse gradients only."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UnsupportedError(
+            f"{name!r} gets a dense gradient ({why}), which SparseAdam does not take: use Adam "
+            "for it"
+        )
 
 
 def _sgd(group: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from parallax.analysis import Facts, Kind
 from parallax.config import Config, Initializer, first_match
 from parallax.errors import ConfigError, MismatchError
 from parallax.exchange.peers import Peers
-from parallax.plan import Plan, Route, Updater
+from parallax.plan import Plan, Route
 from parallax.sparse import TableRows
 from parallax.table import set_data
 
@@ -24,15 +24,8 @@ _BLOCK_ELEMENTS = 1 << 22
 """Start values are made in blocks, so that no temporary is as large as a shard."""
 
 
-def compare(
-    facts: Sequence[Facts], updaters: Mapping[str, Updater], peers: Peers, store: Store
-) -> None:
-    """See that all workers have the same parameters, and name the first that differs."""
-    lines = [
-        f"{f.name!r} {tuple(f.parameter.shape)} {f.parameter.dtype} {updaters[f.name].name} "
-        f"{'trained' if f.parameter.requires_grad else 'frozen'}"
-        for f in facts
-    ]
+def compare(lines: Sequence[str], peers: Peers, store: Store) -> None:
+    """See that all workers have the same description, and name the first line that differs."""
     text = json.dumps(lines)
     store.set(f"model/{peers.rank}", text)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -51,8 +44,8 @@ def _first_difference(store: Store, other: int) -> str:
         a, b = (lines[index] if index < len(lines) else "nothing" for lines in (ours, theirs))
         if a != b:
             return (
-                f"the workers' models differ: parameter number {index} is {a} on worker 0, but {b} "
-                f"on worker {other}. Build the same model and optimizer on every worker"
+                f"the workers differ: worker 0 has {a}, but worker {other} has {b}. Build the same "
+                "model and optimizer, with the same options, on every worker"
             )
     return f"the models of worker 0 and worker {other} differ"
 

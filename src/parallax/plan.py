@@ -28,6 +28,9 @@ class Route(str, enum.Enum):
     """There is one worker only."""
 
 
+UNTOUCHED = "updates untouched rows too"
+
+
 class RowRule(enum.Enum):
     """What updating only the touched rows does to an optimizer's mathematics."""
 
@@ -45,6 +48,7 @@ class Updater:
     rule: RowRule
     takes_sparse: bool = False
     """The optimizer itself accepts sparse gradients, so `sparse=True` does not ask for laziness."""
+    takes_dense: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,16 @@ class Plan:
             for p in self.parameters
         )
         return replace(self, parameters=tuple(parameters))
+
+    def hints(self) -> list[str]:
+        """What another choice would save, of which the user should know."""
+        return [
+            f"{p.name!r} is all-reduced, {_size(p.bytes_per_step)} a step and worker, because "
+            f"{p.why}. With lazy=True only touched rows would travel, {_size(2 * p.row_bytes)} "
+            "each, and only they would be updated"
+            for p in self.parameters
+            if p.route is Route.ALL_REDUCE and p.why.endswith(UNTOUCHED)
+        ]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -141,6 +155,16 @@ def make_plan(
 
 def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
     """The route of one parameter, and why."""
+    route, why = _decide(fact, updater, config, num_workers)
+    if route is Route.ALL_REDUCE and not updater.takes_dense:
+        raise UnsupportedError(
+            f"{fact.name!r} gets a dense gradient ({why}), which {updater.name} does not take: use "
+            "Adam for it"
+        )
+    return route, why
+
+
+def _decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
     forced = config.route_of(fact.name)
     if forced is not None:
         return _forced(forced, fact, updater, config, num_workers)
@@ -150,6 +174,8 @@ def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> t
         return _dense(num_workers, "used whole")
     if fact.kind is Kind.TIED:
         return _dense(num_workers, f"used whole: tied, held by {' and '.join(fact.holders)}")
+    if fact.has_hooks:
+        return _dense(num_workers, "has gradient hooks, which must see the whole gradient")
     return _table_or_dense(fact, updater, config, num_workers)
 
 
@@ -162,8 +188,7 @@ def _table_or_dense(
     if updater.rule is RowRule.LAZY and not lazy:
         if fact.kind is Kind.UNKNOWN:
             return _dense(num_workers, f"used whole, or {updater.name} updates untouched rows too")
-        saved = f"; lazy=True would move rows instead of {_size(fact.size_bytes)}"
-        return _dense(num_workers, f"{updater.name} updates untouched rows too{saved}")
+        return _dense(num_workers, f"{updater.name} {UNTOUCHED}")
     if num_workers == 1 and updater.rule is RowRule.EXACT:
         return Route.LOCAL, "one worker"
     if fact.kind is Kind.UNKNOWN:
@@ -192,6 +217,11 @@ def _forced(
         raise ConfigError(
             f"Config.routes asks to shard {fact.name!r}, which has shape "
             f"{tuple(fact.parameter.shape)} and {fact.parameter.dtype}: it has no rows to shard"
+        )
+    if fact.has_hooks:
+        raise UnsupportedError(
+            f"Config.routes asks to shard {fact.name!r}, which has gradient hooks: they would not "
+            "see its gradient. Remove them, or leave it whole"
         )
     if updater.rule is RowRule.REFUSED:
         raise UnsupportedError(

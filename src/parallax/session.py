@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,30 +11,42 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from parallax import checkpoint, placement
-from parallax.analysis import analyse, refuse_unsupported
-from parallax.backward import Backward, Weight
+from parallax.analysis import analyse, refuse_early_steps, refuse_unsupported
+from parallax.backward import REDUCTION, Backward, Weight
+from parallax.clip import clip_norm
 from parallax.cluster import find_place
 from parallax.config import Config
 from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
+from parallax.exchange.agreement import Agreement
 from parallax.exchange.board import Board
 from parallax.exchange.groups import Groups
+from parallax.exchange.header import Layout
 from parallax.exchange.peers import Peers
+from parallax.guard import guard_copies
 from parallax.ledger import Ledger
-from parallax.optim import RowStep, gather_state, refuse_closures, shard_state, updater_of
+from parallax.optim import (
+    RowStep,
+    check_rule,
+    gather_state,
+    refuse_closures,
+    refuse_dense,
+    shard_state,
+    updater_of,
+)
 from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route, RowRule, Updater, make_plan
-from parallax.sparse import PUSH, Hooks, TableRows, norm_of_power, push_all, warn_whole
+from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
 
+_log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _num_sessions = 0
 """Sessions so far in this process: each has its own keys in the store."""
@@ -74,6 +87,7 @@ class Session:
             refuse_closures(each, self.num_workers)
         if self.num_workers > 1:
             refuse_unsupported(model)
+            refuse_early_steps(model)
         self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
         self._groups = Groups(self._place, self._device(), config.timeout_seconds)
         self._peers = self._meet()
@@ -82,6 +96,7 @@ class Session:
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
         self._join()
+        self._log_plan()
         _sessions.add(self)
 
     # What a script reads ------------------------------------------------------------------
@@ -125,7 +140,11 @@ class Session:
         none left gets an empty batch, which counts for nothing.
         """
         sharded = ShardedLoader(
-            loader, _Agreement(self._peers), split=split, on_batch=self._weight.set_counts
+            loader,
+            Agreement(self._peers),
+            split=split,
+            on_batch=self._weight.set_counts,
+            on_end=self._weight.forget_counts,
         )
         self._loaders.append(sharded)
         if len(self._loader_states) >= len(self._loaders):
@@ -151,25 +170,18 @@ class Session:
     ) -> Tensor:
         """Clip the norm of all gradients, dense and sharded; returns the norm before. Collective.
 
-        Only scalars travel beside the push that the step needs anyway.
+        Only scalars travel.
         """
-        order = float(norm_type)
-        self._backward.catch_up(-1)
-        push_all(list(self._tables.values()), self._peers)
-        dense = [p.grad for p in self._plain_parameters() if p.grad is not None]
-        norm = self._total_norm(dense, order)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"the norm of the gradients is {float(norm)}, so they cannot be clipped; pass "
-                "error_if_nonfinite=False to clip them all the same"
-            )
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in dense:
-            gradient.mul_(coefficient.to(gradient.device))
-        for table in self._tables.values():
-            if table.received is not None:
-                table.received.values.mul_(coefficient.to(table.received.values.device))
-        return norm
+        self._backward.catch_up(max(self._seen.values()))
+        plain = [p for p in self.model.parameters() if not isinstance(p, Table)]
+        return clip_norm(
+            [p.grad for p in plain if p.grad is not None],
+            list(self._tables.values()),
+            self._peers,
+            max_norm,
+            float(norm_type),
+            error_if_nonfinite,
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The full, plain state dict on rank 0 under the original names; {} elsewhere. Collective.
@@ -260,19 +272,18 @@ class Session:
             board=board,
         )
         tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
-        peers.max_counts = max(1, len(tables))
         names = [fact.name for fact in self._facts]
-        peers.name_subjects([*names, PUSH, checkpoint.SAVING, checkpoint.LOADING])
+        peers.layout = Layout(max_counts=max(1, len(tables)), num_flags=2 * len(names) + 1)
+        peers.name_subjects([*names, REDUCTION, checkpoint.SAVING, checkpoint.LOADING])
         if store is not None:
-            placement.compare(self._facts, self._updaters(), peers, store)
+            placement.compare(self._description(), peers, store)
         return peers
 
     def _join(self) -> None:
         """Put every parameter on its route."""
         names = [fact.name for fact in self._facts]
-        buffers = [b for b in self.model.buffers() if b is not None]
         self._weight = Weight(self._peers)
-        self._backward = Backward(self._peers, self._weight, names, buffers)
+        self._backward = Backward(self._peers, self._weight, names, self._buffers)
         dense = DenseRoute(
             self._peers,
             self._groups.dense,
@@ -284,13 +295,16 @@ class Session:
         self._backward.dense = dense
         self._backward.observed = self._observed
         placement.make_real(self.model, self._facts, self._plan, self._device(), self.optimizers)
-        placement.spread(self._facts, self._plan, buffers, self._peers)
+        placement.spread(self._facts, self._plan, self._buffers(), self._peers)
+        self._backward.buffers_settled()
         self._tables: dict[str, TableRows] = {}
         self._place_parameters(dense)
         self._backward.tables = self._tables
-        self._buffers = buffers
         self._row_steps = {id(each): RowStep(each) for each in self.optimizers}
+        sharded = {id(table.parameter) for table in self._tables.values()}
         self._handles: list[Any] = []
+        if self.num_workers > 1:
+            self._handles += guard_copies(self.model, sharded, self._peers)
         for each in self.optimizers:
             self._handles.append(each.register_step_pre_hook(self._before_step))
             self._handles.append(each.register_step_post_hook(self._after_step))
@@ -308,11 +322,18 @@ class Session:
             elif route is not Route.LOCAL:
                 dense.adopt(fact.name, fact.parameter)
         self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
+        self._rules = {name: updater.rule for name, updater in self._updaters().items()}
 
     def _shard_state(self, table: TableRows) -> None:
         owner = self._owners.get(id(table.parameter))
         if owner is not None:
             shard_state(owner[0], table)
+
+    def _log_plan(self) -> None:
+        if self.rank == 0:
+            _log.info("%s", self._plan)
+            for hint in self._plan.hints():
+                _log.warning("%s", hint)
 
     # While training -----------------------------------------------------------------------
 
@@ -320,12 +341,26 @@ class Session:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Called by torch before each `optimizer.step()`."""
+        self._check_groups(optimizer)
         args, kwargs = _closure_run(args, kwargs)
         self._backward.catch_up(self._seen[id(optimizer)])
         self._seen[id(optimizer)] = self._backward.count
-        push_all(list(self._tables.values()), self._peers)
         self._row_steps[id(optimizer)].swap_in(self._tables_by_id)
         return args, kwargs
+
+    def _check_groups(self, optimizer: Optimizer) -> None:
+        """Groups and hyper-parameters are live: what they are now must still be exact."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._owners:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} got a parameter of shape "
+                        f"{tuple(parameter.shape)} after parallelize(), which is not kept the same "
+                        "on all workers: give it all parameters before"
+                    )
+                table = self._tables_by_id.get(id(parameter))
+                if table is not None and not table.used_whole:
+                    check_rule(table.name, self._rules[table.name], optimizer, group)
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -335,15 +370,16 @@ class Session:
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] > self._peers.step:
             self._end_step()
+        if min(self._steps.values()) == max(self._steps.values()):
+            self._weight.end_step()
 
     def _end_step(self) -> None:
         self._backward.dense.settle()
         for table in self._tables.values():
             table.retired = table.used_whole
         if self._backward.buffers_changed and self.config.broadcast_buffers:
-            self._peers.spread_all(self._buffers, f"giving out buffers in step {self.step}")
+            self._peers.spread_all(self._buffers(), f"giving out buffers in step {self.step}")
             self._backward.buffers_settled()
-        self._weight.end_step()
         self._peers.next_step()
         self.ledger.close_step()
 
@@ -363,6 +399,8 @@ class Session:
     def _left(self, table: TableRows, why: str) -> None:
         """A table was used whole, and is an ordinary parameter from now on."""
         owner = self._owners.get(id(table.parameter))
+        if owner is not None:
+            refuse_dense(table.name, owner[0], f"used whole by {why}")
         if table.shard is not None:
             if owner is not None:
                 gather_state(owner[0], table)
@@ -378,11 +416,30 @@ class Session:
 
     # Inside -------------------------------------------------------------------------------
 
+    def _description(self) -> list[str]:
+        """What must be the same on every worker, a line for each thing."""
+        lines = []
+        for fact in self._facts:
+            line = self._plan[fact.name]
+            group = self._owners.get(id(fact.parameter), (None, {}))[1]
+            options = ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params")
+            lines.append(
+                f"parameter {fact.name!r} {line.shape} {fact.parameter.dtype}, {line.route.value}, "
+                f"{self._updaters()[fact.name].name} with {options}"
+            )
+        for name, buffer in self.model.named_buffers():
+            lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
+        return lines
+
     def _device(self) -> torch.device:
         if self.config.device is not None:
             return torch.device(self.config.device)
         real = (p.device for p in self.model.parameters() if not p.is_meta)
         return next(real, self._place.device)
+
+    def _buffers(self) -> list[Tensor]:
+        """As they are now: a module may have put another tensor in a buffer's place."""
+        return list(self.model.buffers())
 
     def _updaters(self) -> dict[str, Updater]:
         absent = Updater("no optimizer", RowRule.ABSENT)
@@ -392,27 +449,6 @@ class Session:
             else absent
             for fact in self._facts
         }
-
-    def _plain_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if not isinstance(p, Table)]
-
-    def _total_norm(self, dense: list[Tensor], order: float) -> Tensor:
-        infinite = order == float("inf")
-        powers = [torch.zeros((), dtype=torch.float64)]
-        powers += [table.norm_power(order) for table in self._tables.values()]
-        stacked = torch.stack(powers)
-        rows = stacked.max() if infinite else stacked.sum()
-        if any(table.has_gradient for table in self._tables.values()):
-            reduction = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            rows = self._peers.total(
-                rows, reduction, f"the norm of the gradients in step {self.step}"
-            )
-        if not dense:
-            return norm_of_power(rows, order).to(torch.get_default_dtype())
-        whole = torch.nn.utils.get_total_norm(dense, order)
-        rows = norm_of_power(rows, order).to(whole.device, whole.dtype)
-        both: Tensor = torch.linalg.vector_norm(torch.stack([whole, rows]), order)
-        return both
 
     def _contents(self) -> checkpoint.Contents:
         for step in self._row_steps.values():
@@ -424,27 +460,6 @@ class Session:
             loaders=self._loaders,
             step=self.step,
         )
-
-
-class _Agreement:
-    """What sharded loaders need of the other workers."""
-
-    def __init__(self, peers: Peers) -> None:
-        self.rank = peers.rank
-        self.num_workers = peers.num_workers
-        self._peers = peers
-
-    def broadcast_ints(self, values: Tensor | None) -> Tensor:
-        where = "agreeing on the order of samples"
-        size = torch.tensor([0 if values is None else len(values)])
-        size = self._peers.broadcast(size, where)
-        if values is None:
-            values = torch.empty(int(size), dtype=torch.int64)
-        return self._peers.broadcast(values, where)
-
-    def gather_ints(self, value: int) -> list[int]:
-        found = self._peers.gather(torch.tensor([value]), "agreeing on batch sizes")
-        return [int(each) for each in found]
 
 
 def _check_free(model: nn.Module) -> None:

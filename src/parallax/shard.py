@@ -36,6 +36,10 @@ class RowMap:
     def slot(self, row: int) -> int:
         return row % self.num_workers * self.span + row // self.num_workers
 
+    def ids(self, slots: Tensor) -> Tensor:
+        owners = torch.div(slots, self.span, rounding_mode="floor")
+        return self.places(slots) * self.num_workers + owners
+
     def places(self, slots: Tensor) -> Tensor:
         return slots % self.span
 

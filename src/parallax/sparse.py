@@ -14,15 +14,13 @@ from torch.autograd.function import once_differentiable
 
 from parallax.errors import ParallaxError
 from parallax.exchange.cache import Cache
-from parallax.exchange.collective import Parcel, pull, push
-from parallax.exchange.peers import Fault, Peers, Verb
+from parallax.exchange.collective import Parcel, pull
+from parallax.exchange.header import Fault, Verb
+from parallax.exchange.peers import Peers
 from parallax.exchange.request import LastRequest, Request
 from parallax.gradient import RowGradient
 from parallax.shard import RowMap, merged
 from parallax.table import empty_out, make_plain, make_table, set_data
-
-PUSH = "row gradients"
-"""What a push is about."""
 
 
 @dataclass
@@ -52,8 +50,6 @@ class TableRows:
         """A gradient came since the last reduction (here)."""
         self.has_gradient = False
         """Some worker had a gradient in this step; the same on all workers."""
-        self.unpushed = False
-        """Some worker's gradients are not with their owners yet; the same on all workers."""
         self.used_whole = False
         """It has become an ordinary parameter."""
         self.retired = False
@@ -187,10 +183,10 @@ class TableRows:
     def zero(self) -> None:
         self._pending.clear()
         self.received = None
-        self.touched = self.has_gradient = self.unpushed = False
+        self.touched = self.has_gradient = False
 
     def norm(self, order: float) -> Tensor:
-        self._bring_home()
+        self._check_home()
         power = self.norm_power(order)
         reduction = dist.ReduceOp.MAX if order == float("inf") else dist.ReduceOp.SUM
         self._peers.total(power, reduction, f"the norm of the gradient of {self.name!r}")
@@ -205,12 +201,12 @@ class TableRows:
         return norm if order == float("inf") else norm**order
 
     def apply(self, function: Callable[[Tensor], object]) -> None:
-        self._bring_home()
+        self._check_home()
         if self.received is not None:
             function(self.received.values)
 
     def found_nonfinite(self) -> bool:
-        self._bring_home()
+        self._check_home()
         values = None if self.received is None else self.received.values
         bad = values is not None and not bool(values.isfinite().all())
         flag = torch.tensor([bad], dtype=torch.int64)
@@ -246,7 +242,7 @@ class TableRows:
 
     def receive(self, parcel: Parcel) -> None:
         """Add what the push brought to what this owner has."""
-        self.unpushed = False
+        self.has_gradient = True
         self._count_nonfinite(parcel.values)
         if self.received is not None:
             slots, values = merged(
@@ -255,17 +251,14 @@ class TableRows:
             parcel = Parcel(self.name, self.row_map, slots, values)
         self.received = parcel
 
-    def dense_gradient(self) -> Tensor | None:
-        """Take the gradients that have come here as a whole tensor (of a table turned dense)."""
-        if not self._pending:
+    def dense_gradient(self, parcel: Parcel) -> Tensor | None:
+        """The gradients of a parcel as a whole tensor, for a table that has turned dense."""
+        if not len(parcel.slots):
             return None
-        parcel = self.parcel()
-        owner = torch.div(parcel.slots, self.row_map.span, rounding_mode="floor")
-        ids = self.row_map.places(parcel.slots) * self.row_map.num_workers + owner
         whole = torch.zeros(
             self.parameter.shape, dtype=parcel.values.dtype, device=parcel.values.device
         )
-        return whole.index_add_(0, ids, parcel.values)
+        return whole.index_add_(0, self.row_map.ids(parcel.slots), parcel.values)
 
     def updated(self) -> None:
         """The rows have changed. Their gradient stays until it is zeroed, as in torch."""
@@ -273,14 +266,13 @@ class TableRows:
 
     # Inside -------------------------------------------------------------------------------
 
-    def _bring_home(self) -> None:
-        """Have all gradients with their owners."""
+    def _check_home(self) -> None:
+        """See that all gradients are with their owners, where each reduction brings them."""
         if self.touched:
             raise ParallaxError(
                 f"the gradient of table {self.name!r} is accumulated under no_sync() and not "
                 "reduced yet: run the last backward outside of it, or use session.clip_grad_norm_"
             )
-        push_all([self], self._peers)
 
     def _no_rows(self) -> Tensor:
         return torch.empty(
@@ -294,20 +286,14 @@ class TableRows:
         verb = Verb.LOOKUP if trains else Verb.LOOKUP_WITHOUT_GRADIENT
         operation = peers.operation(verb, self.name)
         if self.shard is None:
-            _, faults = peers.announce(operation, fault=request.fault)
-            self._raise_faults(faults)
-            return self._own_rows(slots)
+            self._raise_faults(peers.announce(operation, fault=request.fault).faults)
+            return self.values("lookup").index_select(0, self.row_map.ids(slots))
         missing = self._cache.missing(slots) if trains else slots
         rows, faults = pull(peers, operation, self.row_map, self.shard, missing, request.fault)
         self._raise_faults(faults)
         if not trains:
             return rows
         return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
-
-    def _own_rows(self, slots: Tensor) -> Tensor:
-        owner = torch.div(slots, self.row_map.span, rounding_mode="floor")
-        ids = self.row_map.places(slots) * self.row_map.num_workers + owner
-        return self.values("lookup").index_select(0, ids)
 
     def _raise_faults(self, faults: list[tuple[Fault, int]]) -> None:
         """All workers raise what one of them found wrong with its ids."""
@@ -334,18 +320,6 @@ class TableRows:
         if values.numel() and not bool(values.sum().isfinite()):
             bad = int((~values.isfinite()).reshape(len(values), -1).any(1).sum())
             self._peers.ledger.add(self.name, nonfinite_rows=bad)
-
-
-def push_all(tables: list[TableRows], peers: Peers) -> None:
-    """Bring the gradients of all these tables' rows to their owners, in one exchange."""
-    tables = [table for table in tables if table.unpushed]
-    if not tables:
-        return
-    operation = peers.operation(Verb.PUSH, PUSH)
-    for table, parcel in zip(
-        tables, push(peers, operation, [table.parcel() for table in tables]), strict=True
-    ):
-        table.receive(parcel)
 
 
 def norm_of_power(power: Tensor, order: float) -> Tensor:

@@ -164,19 +164,25 @@ def _index_select(input: Table, dim: int, index: Tensor) -> Tensor:
 def _getitem(table: Table, index: Any) -> Tensor:
     first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     ids = _ids_in(first)
-    if ids is None or not all(part in (slice(None), Ellipsis) for part in rest):
+    if ids is None or len(rest) >= table.dim() or not all(map(_takes_all, rest)):
         return _whole(Tensor.__getitem__, (table, index), {})  # type: ignore[no-any-return]
     rows, places, _ = table.rows.lookup(ids.to(table.device), wraps=True)
     return rows[places]
 
 
+def _takes_all(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
 def _ids_in(index: Any) -> Tensor | None:
     """The rows that an index names one by one; None for slices, masks and the like."""
-    if isinstance(index, bool):
-        return None
-    if isinstance(index, int):
+    if isinstance(index, int) and not isinstance(index, bool):
         return torch.tensor(index)
-    if isinstance(index, list) or hasattr(index, "__array__"):
+    if isinstance(index, list):
+        # torch reads a nested list as a tuple of indices, so only flat ones name rows.
+        flat = bool(index) and all(type(each) is int for each in index)
+        return torch.tensor(index) if flat else None
+    if type(index).__module__ == "numpy":
         index = torch.as_tensor(index)
     if isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32, torch.int16):
         return index
@@ -214,14 +220,17 @@ def call_plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Answer an operation that needs all rows."""
-    tables = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Table)]
+    leaves = pytree.tree_leaves((args, kwargs))
+    tables = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Table)}.values()
     why = _label(func)
     if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
         for table in tables:
             table.rows.become_whole(why)
         return func(*args, **kwargs)
-    if _modifies(func) and not all(table.rows.local for table in tables):
-        _refuse(tables[0], f"changing it by {why}")
+    written = [kwargs.get("out"), args[0] if args and _modifies(func) else None]
+    for target in pytree.tree_leaves(written):
+        if isinstance(target, Table) and not target.rows.local:
+            _refuse(target, f"changing it by {why}")
     args, kwargs = pytree.tree_map_only(Table, lambda t: t.rows.values(why), (args, kwargs))
     return func(*args, **kwargs)
 
@@ -234,7 +243,7 @@ def _detach(table: Table) -> Tensor:
 
 def _copy(table: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(table, Table):
-        return table.copy_(source.rows.values("copy_"))  # type: ignore[attr-defined]
+        return _whole(Tensor.copy_, (table, source), {})  # type: ignore[no-any-return]
     table.rows.assign(source)
     return table
 
@@ -244,6 +253,17 @@ def _moved(table: Tensor, other: Tensor) -> bool:
     if isinstance(table, Table) and not table.rows.local:
         _refuse(table, "moving or casting the model")
     return True
+
+
+def _refuse_partial_gradient(*args: Any, **kwargs: Any) -> NoReturn:
+    """`autograd.grad` and `backward(inputs=…)` would leave the rows' gradients out."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    table = next(leaf for leaf in leaves if isinstance(leaf, Table))
+    raise UnsupportedError(
+        f"gradients with respect to table {table.rows.name!r} cannot be asked for one by one: they "
+        "lie with the rows' owners. Call loss.backward() without inputs, or keep the table whole "
+        f"with Config(routes={{{table.rows.name!r}: 'all-reduce'}})"
+    )
 
 
 def _set_data(table: Table, data: Tensor) -> None:
@@ -296,7 +316,9 @@ _ATTRIBUTES = (
 _METHODS = (
     "size dim numel nelement stride storage_offset element_size __len__ is_floating_point "
     "is_complex is_contiguous is_pinned is_inference is_shared is_same_size get_device "
-    "requires_grad_ is_set_to _is_view has_names __hash__ is_signed ndimension untyped_storage"
+    "requires_grad_ is_set_to _is_view has_names __hash__ is_signed ndimension untyped_storage "
+    "is_conj is_neg new_zeros new_ones new_empty new_full new_tensor zeros_like ones_like "
+    "empty_like full_like rand_like randn_like"
 ).split()
 _METADATA = frozenset(
     [*(f"__get__{name}" for name in _ATTRIBUTES), *_METHODS, "__set__requires_grad"]
@@ -311,6 +333,9 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     Tensor.detach: _detach,
     Tensor.copy_: _copy,
     torch._has_compatible_shallow_copy_type: _moved,
+    torch.autograd.grad: _refuse_partial_gradient,
+    torch.autograd.backward: _refuse_partial_gradient,
+    Tensor.backward: _refuse_partial_gradient,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _get_grad,  # type: ignore[union-attr]
     Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]

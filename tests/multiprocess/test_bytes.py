@@ -49,7 +49,10 @@ def train() -> dict[str, float]:
         if step == 1:  # the first step lays out buckets
             dist.barrier()
             start = interface_bytes()
-        ids = torch.randperm(ROWS, generator=generator)[:TOUCHED]
+        # As many rows of each owner, so that exactly (N-1)/N of them are remote.
+        places = torch.randperm(ROWS // session.num_workers, generator=generator)
+        chosen = places[: TOUCHED // session.num_workers, None] * session.num_workers
+        ids = (chosen + torch.arange(session.num_workers)).flatten()
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -64,6 +67,7 @@ def train() -> dict[str, float]:
         "dense": sum(entry.sent_bytes for entry in dense),
         "all": sum(record.sent_bytes for record in list(session.ledger.steps)[1:]),
         "rows": rows,
+        "seconds": min(*(entry.seconds for entry in table), *(entry.seconds for entry in dense)),
     }
 
 
@@ -75,10 +79,41 @@ def test_the_ledger_counts_what_cost_predicts(num_workers: int) -> None:
         dense = cost.allreduce_bytes(WIDTH * 1024 * 4, num_workers) * STEPS
         assert worker["dense"] == pytest.approx(dense, rel=1e-9)
     predicted = cost.sharded_bytes(TOUCHED, ROW_BYTES, num_workers) * STEPS * num_workers
-    # Exactly (N-1)/N of the rows are remote only on average.
-    assert sum(worker["table"] for worker in found) == pytest.approx(predicted, rel=0.02)
-    sent, received = (sum(worker[key] for worker in found) for key in ("table", "received"))
-    assert sent == received
+    assert sum(worker["table"] for worker in found) == predicted
+    assert sum(worker["received"] for worker in found) == predicted
+    assert all(worker["seconds"] > 0 for worker in found)
+
+
+def look_up_twice() -> list[int]:
+    import parallax
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer)
+    ids = torch.arange(100)
+    (model(ids) + model(ids + 10)).backward()
+    optimizer.step()
+    return [session.ledger.steps[0].parameters["table.weight"].rows]
+
+
+def test_a_row_is_pulled_once_a_step() -> None:
+    assert run_workers(look_up_twice, 2) == [[110], [110]]
+
+
+def look_up_frozen() -> dict[str, float]:
+    import parallax
+
+    model = Net()
+    model.table.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.hidden.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer)
+    model(torch.arange(100)).backward()
+    optimizer.step()
+    return session.ledger.mean_bytes()
+
+
+def test_frozen_tables_do_not_travel() -> None:
+    assert "table.weight" not in run_workers(look_up_frozen, 2)[0]
 
 
 def measure(num_workers: int) -> None:

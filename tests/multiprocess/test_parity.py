@@ -80,7 +80,7 @@ def test_momentum_with_sparse_gradients_is_dense_mathematics_in_torch_and_here()
     check(Case("sparse", "sgd-momentum", shares=(5, 7)), 2, "all-reduce")
 
 
-def test_frozen_tables_travel_not_at_all() -> None:
+def test_frozen_tables_are_exact() -> None:
     check(Case("frozen", shares=(5, 7)), 2, "frozen")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -68,11 +69,10 @@ def test_a_worker_that_evaluates_alone_is_told_whom_it_waited_for() -> None:
     outcomes = outcomes_of(evaluate_alone, 2)
     assert isinstance(outcomes[0].error, WaitTimeoutError)
     text = str(outcomes[0].error)
-    assert "worker 0 waited 4 s in a lookup without gradient of 'table.weight'" in text
+    assert re.search(r"worker 0 waited \d+ s in a lookup without gradient of 'table.weight'", text)
     assert "for worker 1" in text
     assert "in step 2" in text
     assert "session.state_dict()" in text
-    assert outcomes[0].seconds < SECONDS + 12
 
 
 def evaluate_while_others_train() -> None:
@@ -105,7 +105,8 @@ def skip_a_backward() -> None:
 def test_a_worker_without_a_backward_is_named() -> None:
     outcomes = outcomes_of(skip_a_backward, 2)
     assert isinstance(outcomes[0].error, WaitTimeoutError), errors(outcomes)
-    assert "the all-reduce of dense gradients in step 2 for worker 1" in str(outcomes[0].error)
+    text = str(outcomes[0].error)
+    assert re.search(r"waited \d+ s in the end of backward in step 2 for worker 1", text)
 
 
 def die() -> None:
@@ -164,7 +165,7 @@ def test_models_that_differ_are_found_at_the_start() -> None:
         assert isinstance(outcome.error, MismatchError)
         assert "'table.weight' (30, 4)" in str(outcome.error)
         assert "'table.weight' (31, 4)" in str(outcome.error)
-        assert "on worker 2" in str(outcome.error)
+        assert "worker 2 has" in str(outcome.error)
 
 
 def different_optimizers() -> None:
@@ -198,3 +199,42 @@ def state_on_rank_0_only() -> float:
 def test_rank_0_can_evaluate_alone_in_a_model_of_its_own() -> None:
     outcomes = outcomes_of(state_on_rank_0_only, 2)
     assert [o.error for o in outcomes] == [None, None]
+
+
+def bad_id_in_a_copy() -> None:
+    import parallax
+
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS)
+    train(model, optimizer)
+    model(torch.tensor([0, 30 if session.rank == 1 else 2])).backward()
+
+
+def test_bad_ids_of_an_all_reduced_table_raise_on_every_worker_too() -> None:
+    for outcome in outcomes_of(bad_id_in_a_copy, 3):
+        assert isinstance(outcome.error, IndexError), outcome
+        assert "id 30 on worker 1 is out of range for table 'table.weight'" in str(outcome.error)
+
+
+def different(what: str) -> None:
+    import parallax
+
+    mine = int(os.environ["RANK"])
+    model = Net()
+    if what == "buffer":
+        model.register_buffer("noise", torch.zeros(3 + mine))
+    lr = 0.1 + (mine if what == "lr" else 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    routes = {"table.*": "all-reduce"} if what == "routes" and mine else {}
+    parallax.parallelize(model, optimizer, timeout_seconds=SECONDS, routes=routes)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("buffer", "buffer 'noise' (4,)"), ("lr", "lr=1.1"), ("routes", "'table.weight' (30, 4)")],
+)
+def test_other_differences_are_found_at_the_start(what: str, says: str) -> None:
+    for outcome in outcomes_of(different, 2, what):
+        assert isinstance(outcome.error, MismatchError)
+        assert says in str(outcome.error)

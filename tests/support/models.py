@@ -88,6 +88,8 @@ _TABLES: dict[str, Callable[[], nn.Module]] = {
     "tied": _embedding(),
     "tied-in-forward": _embedding(),
     "regularised": _embedding(),
+    "squared": _embedding(),
+    "copied": _embedding(),
     "returned": _embedding(),
 }
 
@@ -143,6 +145,10 @@ _FORMS: dict[str, Form] = {
     "f-embedding-bag": lambda m, ids: (F.embedding_bag(ids, m.weight, mode="sum"), _none()),
     "getitem": lambda m, ids: _mean(m.weight[ids]),
     "getitem-negative": lambda m, ids: _mean(m.weight[ids - NUM_ROWS]),
+    "getitem-nested-list": lambda m, ids: (
+        m.weight[ids].mean(1),
+        m.weight[[[0, 1, 2], [3, 2, 1]]].pow(2).sum(),
+    ),
     "getitem-tuple": lambda m, ids: _mean(m.weight[ids, :]),
     "index-select": lambda m, ids: _mean(
         m.weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, WIDTH)
@@ -155,20 +161,23 @@ _FORMS: dict[str, Form] = {
     "tied": lambda m, ids: _tied(m, ids, m.back(m.table(ids[:, 1]))),
     "tied-in-forward": lambda m, ids: _tied(m, ids, F.linear(m.table(ids[:, 1]), m.table.weight)),
     "regularised": lambda m, ids: (m.table(ids).mean(1), m.table.weight.pow(2).mean()),
+    "squared": lambda m, ids: (m.table(ids).mean(1), (m.table.weight * m.table.weight).mean()),
+    "copied": lambda m, ids: (m.table(ids).mean(1), _copied(m).pow(2).mean()),
     "returned": lambda m, ids: (m.table(ids).mean(1), _handed(m).norm() * 0.1),
 }
+
+
+def _copied(model: Lookup) -> Tensor:
+    weight = model.table.weight
+    return torch.empty(tuple(weight.shape), dtype=weight.dtype).copy_(weight)
 
 
 def _handed(model: Lookup) -> Tensor:
     return model.table.weight  # type: ignore[no-any-return]
 
 
-ROW_FORMS = [
-    form
-    for form in _FORMS
-    if form not in ("tied tied-in-forward regularised returned frozen".split())
-]
-WHOLE_FORMS = ["tied", "tied-in-forward", "regularised", "returned"]
+WHOLE_FORMS = "tied tied-in-forward regularised squared copied returned getitem-nested-list".split()
+ROW_FORMS = [form for form in _FORMS if form not in ("frozen", *WHOLE_FORMS)]
 
 Parameters = Iterable[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {

@@ -9,7 +9,7 @@ from torch import nn
 from parallax import cost
 from parallax.analysis import Kind, analyse
 from parallax.config import Config
-from parallax.errors import ConfigError
+from parallax.errors import ConfigError, UnsupportedError
 from parallax.optim import updater_of
 from parallax.plan import Plan, Route, make_plan
 from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
@@ -92,9 +92,34 @@ def test_cost_of_the_routes() -> None:
     assert cost.sharded_bytes(10, 96, 2) == 2 * 10 * 100 / 2
     assert cost.pull_bytes(3, 5, 10) == 3 * 4 + 50
     assert cost.push_bytes(3, 10) == 3 * 14
-    # The sharded route does not grow with the number of workers; gathering does.
+    # The sharded route does not grow with the number of workers.
     assert cost.sharded_bytes(10, 96, 48) < 2 * cost.sharded_bytes(10, 96, 2)
-    assert cost.gathered_bytes(10, 96, 48) == 47 * cost.gathered_bytes(10, 96, 2)
+
+
+def test_hints_say_what_lazy_would_save() -> None:
+    (hint,) = plan_of(Lookup("embedding"), "adam").hints()
+    assert "1.4 kB a step and worker, because Adam updates untouched rows too" in hint
+    assert "only touched rows would travel, 48 B each" in hint
+    assert not plan_of(Lookup("embedding")).hints()
+
+
+def test_gradient_hooks_keep_a_table_whole() -> None:
+    model = Lookup("embedding")
+    model.table.weight.register_hook(lambda gradient: gradient)
+    assert "hooks" in plan_of(model)["table.weight"].why
+    with pytest.raises(UnsupportedError, match="has gradient hooks"):
+        plan_of(model, routes={"table.*": "sharded"})
+
+
+def test_an_embedding_with_other_parameters() -> None:
+    class Scaled(nn.Embedding):
+        def __init__(self) -> None:
+            super().__init__(5, 2)
+            self.scale = nn.Parameter(torch.ones(()))
+
+    plan = plan_of(Scaled())
+    assert plan["weight"].route is Route.SHARDED
+    assert plan["scale"].route is Route.ALL_REDUCE
 
 
 def test_the_table_prints() -> None:

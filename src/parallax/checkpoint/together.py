@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from parallax.errors import CheckpointError
-from parallax.exchange.peers import Peers, Verb
+from parallax.exchange.header import Verb
+from parallax.exchange.peers import Peers
 
 _Result = TypeVar("_Result")
 SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"

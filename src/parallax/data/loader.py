@@ -33,7 +33,8 @@ class ShardedLoader:
     itself by rank, and let one that draws random numbers all along draw them from its own seeded
     generator. Randomness of torch at the start of an epoch and in loader workers is made the same.
 
-    `on_batch` gets all workers' numbers of samples, in rank order, just before each batch.
+    `on_batch` gets all workers' numbers of samples, in rank order, just before each batch;
+    `on_end` is called after the last.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class ShardedLoader:
         *,
         split: bool,
         on_batch: Callable[[list[int]], None],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         _check_loader(loader, agreement.num_workers)
         _check_alike(loader, agreement, split)
         self.epoch = 0
         self._on_batch = on_batch
+        self._on_end = on_end
         self._source = _source_of(loader, agreement, split)
         self._num_samples = _num_samples(loader)
         self._place: _Place | None = None
@@ -73,6 +76,7 @@ class ShardedLoader:
             place.consumed = consumed
             self._on_batch(counts)
             yield batch
+        self._on_end()
         if self._place is place:
             self._place = None
             self.epoch += 1

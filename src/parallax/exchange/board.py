@@ -20,6 +20,7 @@ class Sighting:
     beat: int
     where: str
     waits: bool
+    failure: str | None
 
     def __str__(self) -> str:
         return f"worker {self.rank} {'is in' if self.waits else 'was last in'} {self.where}"
@@ -37,6 +38,7 @@ class Board:
         self._num_workers = num_workers
         self._where: object = "the start"
         self._waits = False
+        self._failure: str | None = None
         self._beat = 0
         self._stop = threading.Event()
         self._post()
@@ -49,6 +51,11 @@ class Board:
 
     def leave(self) -> None:
         self._waits = False
+
+    def fail(self, failure: str) -> None:
+        """Leave word of an error that the others should raise too."""
+        self._failure = failure
+        self._post()
 
     def close(self) -> None:
         self._where, self._waits = "the end of its session", False
@@ -80,7 +87,7 @@ class Board:
 
     def _post(self) -> bool:
         self._beat += 1
-        note = json.dumps([self._beat, str(self._where), self._waits])
+        note = json.dumps([self._beat, str(self._where), self._waits, self._failure])
         try:
             self._store.set(f"board/{self._rank}", note)
         except (RuntimeError, OSError):
@@ -92,7 +99,7 @@ class Board:
         try:
             if not self._store.check([f"board/{rank}"]):
                 return None
-            beat, where, waits = json.loads(self._store.get(f"board/{rank}"))
+            beat, where, waits, failure = json.loads(self._store.get(f"board/{rank}"))
         except (RuntimeError, OSError, ValueError):
             return None
-        return Sighting(rank, beat, where, waits)
+        return Sighting(rank, beat, where, waits, failure)

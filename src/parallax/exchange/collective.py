@@ -1,7 +1,7 @@
 """Synchronous exchange: rows and row gradients go between all workers at once.
 
-A lookup is one header, one exchange of ids and one of rows; a push of all tables is one header,
-one exchange of ids and one of gradients for each dtype. Rows that a worker owns
+A lookup is a header with the ids, and an exchange of rows. A push of all tables is a header with
+their ids, and an exchange of gradients for each dtype. Rows that a worker owns
 itself do not travel.
 """
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from parallax import cost
-from parallax.exchange.peers import Fault, Operation, Peers
+from parallax.exchange.header import Fault, Operation
+from parallax.exchange.peers import Peers
 from parallax.shard import RowMap, merged
 
 
@@ -40,52 +41,75 @@ def pull(
 ) -> tuple[Tensor, list[tuple[Fault, int]]]:
     """The rows at some sorted slots, and the workers' faults (then there are no rows)."""
     counts = row_map.counts(slots)
-    told, faults = peers.announce(operation, [[count] for count in counts], fault)
-    asked = [count for (count,) in told]
-    if any(code for code, _ in faults):
-        return shard[:0], faults
+    places = row_map.places(slots)
+    told = peers.announce(operation, [[count] for count in counts], ids=places, fault=fault)
+    if any(code for code, _ in told.faults):
+        return shard[:0], told.faults
+    served = shard.index_select(0, told.ids)
     if peers.num_workers == 1:
-        return shard.index_select(0, slots), faults
-    name = operation.subject
-    with peers.ledger.timed(name), peers.waiting(operation):
-        places = row_map.places(slots).to(torch.int32)
-        wanted = peers.exchange(places, counts, asked)
-        rows = peers.exchange(shard.index_select(0, wanted), asked, counts)
-    _book_pull(peers, name, row_bytes(shard), counts, asked)
-    return rows, faults
+        return served, told.faults
+    asked = [count for (count,) in told.counts]
+    with peers.ledger.timed(operation.subject), peers.waiting(operation):
+        rows = peers.exchange(served, asked, counts)
+    _book_pull(peers, operation.subject, row_bytes(shard), counts, asked)
+    return rows, told.faults
 
 
-def push(peers: Peers, operation: Operation, parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Bring the gradients of each table's rows to their owners, and average them over workers.
+@dataclass(frozen=True)
+class Push:
+    """A push under way: all workers know whose rows go where, and wait for the gradients."""
+
+    parcels: list[Parcel]
+    sent: Tensor
+    """By worker and parcel: rows that go there."""
+    received: Tensor
+    """By worker and parcel: rows that come from there."""
+    places: list[list[Tensor]]
+    """By parcel and worker: which rows those are."""
+
+
+def announce_push(
+    peers: Peers, operation: Operation, parcels: list[Parcel], flags: Sequence[bool]
+) -> tuple[Push, list[bool]]:
+    """Tell the owners which rows have gradients; also raise flags, and hear those of all.
 
     Every worker gives the same tables in the same order, with the rows that it has itself.
     """
     counts = list(zip(*(p.row_map.counts(p.slots) for p in parcels), strict=True))
-    told, _ = peers.announce(operation, counts)
-    if peers.num_workers == 1:
-        return list(parcels)
-    sent, received = torch.tensor(counts), torch.tensor(told)
+    counts = counts or [()] * peers.num_workers
+    parts = [
+        p.row_map.places(p.slots).split(c)
+        for p, c in zip(parcels, zip(*counts, strict=True), strict=True)
+    ]
+    ids = torch.cat(_by_worker(parts)) if parts else None
+    told = peers.announce(operation, counts, ids=ids, flags=flags)
+    pieces = told.ids.long().split([count for row in told.counts for count in row])
+    places = [list(pieces[i :: len(parcels)]) for i in range(len(parcels))]
+    push = Push(parcels, torch.tensor(counts), torch.tensor(told.counts), places)
+    return push, told.flags
+
+
+def complete_push(
+    peers: Peers, operation: Operation, push: Push, chosen: Sequence[int]
+) -> list[Parcel]:
+    """Bring the gradients of the chosen tables' rows to their owners; average over workers."""
+    parcels = [push.parcels[i] for i in chosen]
+    if peers.num_workers == 1 or not parcels:
+        return parcels
+    columns = list(chosen)
+    sent, received = push.sent[:, columns], push.received[:, columns]
     start = time.perf_counter()
     with peers.waiting(operation):
-        places = _exchanged_places(peers, parcels, sent, received)
         values = _exchanged_values(peers, parcels, sent, received)
     _book_push(peers, parcels, sent, received, time.perf_counter() - start)
     return [
-        Parcel(parcel.name, parcel.row_map, *merged(place, value, 1 / peers.num_workers))
-        for parcel, place, value in zip(parcels, places, values, strict=True)
+        Parcel(parcel.name, parcel.row_map, *merged(push.places[i], pieces, 1 / peers.num_workers))
+        for i, parcel, pieces in zip(chosen, parcels, values, strict=True)
     ]
 
 
 def row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
-
-
-def _exchanged_places(
-    peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor
-) -> list[list[Tensor]]:
-    places = [parcel.row_map.places(parcel.slots).to(torch.int32) for parcel in parcels]
-    found = _exchanged(peers, places, sent, received)
-    return [[piece.long() for piece in pieces] for pieces in found]
 
 
 def _exchanged_values(
@@ -105,12 +129,13 @@ def _exchanged_values(
 def _exchanged(
     peers: Peers, tensors: Sequence[Tensor], sent: Tensor, received: Tensor
 ) -> list[list[Tensor]]:
-    """Several tensors, whose rows are sorted by receiver, in one exchange; each comes in pieces.
+    """Several tensors, whose rows are sorted by receiver, in one exchange; pieces by sender.
 
     `sent[worker, i]` rows of tensor i go to a worker, `received[worker, i]` come from it.
     """
     if len(tensors) == 1:
-        return [[peers.exchange(tensors[0], sent[:, 0].tolist(), received[:, 0].tolist())]]
+        sizes = received[:, 0].tolist()
+        return [list(peers.exchange(tensors[0], sent[:, 0].tolist(), sizes).split(sizes))]
     widths = torch.tensor([tensor.shape[1:].numel() for tensor in tensors])
     parts = [tensor.split(sent[:, i].tolist()) for i, tensor in enumerate(tensors)]
     packed = torch.cat([part.reshape(-1) for part in _by_worker(parts)])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from parallax.cluster import Place
+from parallax.errors import WaitTimeoutError
 
 
 class Groups:
@@ -24,7 +25,13 @@ class Groups:
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
             both = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(both, timeout=timeout)
+            try:
+                dist.init_process_group(both, timeout=timeout)
+            except RuntimeError as error:
+                raise WaitTimeoutError(
+                    f"worker {place.rank} of {place.num_workers} did not find all others in "
+                    f"{timeout_seconds:g} s: some did not reach parallelize(); see their errors"
+                ) from error
             atexit.register(_leave)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self.control = dist.new_group(backend="gloo", timeout=timeout)

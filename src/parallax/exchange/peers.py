@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,54 +18,17 @@ from parallax.errors import (
     WorkerLostError,
 )
 from parallax.exchange.board import Board
+from parallax.exchange.header import (
+    FIRST_ROOM,
+    NO_FAULT,
+    Answer,
+    Fault,
+    Layout,
+    Operation,
+    Verb,
+    grown,
+)
 from parallax.ledger import Ledger
-
-
-class Verb(enum.IntEnum):
-    """What workers do together."""
-
-    LOOKUP = 1
-    LOOKUP_WITHOUT_GRADIENT = 2
-    PUSH = 3
-    GATHER = 4
-    NORM = 5
-    MEETING = 6
-
-
-_PHRASES = {
-    Verb.LOOKUP: "a lookup of {subject} (number {ordinal} of the step)",
-    Verb.LOOKUP_WITHOUT_GRADIENT: "a lookup without gradient of {subject} (number {ordinal})",
-    Verb.PUSH: "the push of row gradients",
-    Verb.GATHER: "gathering all rows of {subject}",
-    Verb.NORM: "the norm of the gradients",
-    Verb.MEETING: "{subject}",
-}
-
-
-class Fault(enum.IntEnum):
-    """Why a worker cannot do its part of an operation. It tells the others instead of leaving."""
-
-    NONE = 0
-    BAD_ID = 1
-    BAD_TYPE = 2
-
-
-_NO_FAULT = (Fault.NONE, 0)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An operation in which all workers must be together."""
-
-    verb: Verb
-    subject: str
-    ordinal: int
-    step: int
-
-    def __str__(self) -> str:
-        quoted = self.subject if self.verb is Verb.MEETING else repr(self.subject)
-        phrase = _PHRASES[self.verb].format(subject=quoted, ordinal=self.ordinal)
-        return f"{phrase} in step {self.step}"
 
 
 class Peers:
@@ -91,8 +52,7 @@ class Peers:
         self.rank = rank
         self.num_workers = num_workers
         self.ledger = ledger
-        self.max_counts = 1
-        """Counts that a header has room for: the number of tables."""
+        self.layout = Layout(max_counts=1, num_flags=0)
         self.step = 0
         self._timeout_seconds = timeout_seconds
         self._control = control
@@ -100,6 +60,7 @@ class Peers:
         self._board = board
         self._ordinals: dict[tuple[Verb, str], int] = {}
         self._numbers: dict[str, int] = {}
+        self._room = FIRST_ROOM
         self._closed = False
 
     def name_subjects(self, subjects: Sequence[str]) -> None:
@@ -134,26 +95,49 @@ class Peers:
         self,
         operation: Operation,
         counts: Sequence[Sequence[int]] | None = None,
-        fault: tuple[Fault, int] = _NO_FAULT,
-    ) -> tuple[list[list[int]], list[tuple[Fault, int]]]:
-        """Tell each worker its counts and my fault; return what each told me.
+        *,
+        ids: Tensor | None = None,
+        flags: Sequence[bool] = (),
+        fault: tuple[Fault, int] = NO_FAULT,
+    ) -> Answer:
+        """Tell each worker how many ids of each kind I have for it, and which; hear the same.
 
         The header also says which operation this is: workers that are in different ones all
-        raise, instead of taking each other's rows for their own. It has one size for all
-        operations, so that a wrong pairing is read, and not a broken connection.
+        raise, instead of taking each other's rows for their own.
         """
         counts = [()] * self.num_workers if counts is None else counts
+        ids = torch.empty(0, dtype=torch.int32) if ids is None else ids
         if self.num_workers == 1:
-            return [list(counts[0])], [fault]
+            return Answer([list(counts[0])], [fault], list(flags), ids)
         subject = self._numbers[operation.subject]
-        head = [operation.verb, subject, operation.ordinal, operation.step, *fault]
-        padding = [0] * (self.max_counts - len(counts[0]))
-        sent = torch.tensor([[*head, *row, *padding] for row in counts], dtype=torch.int64)
+        where = (operation.verb, subject, operation.ordinal, operation.step)
+        ids = ids.to(torch.int32)
+        sent = self.layout.pack(where, fault, counts, flags, ids.cpu(), self._room)
         with self.waiting(operation):
-            told = self._swapped(sent).tolist()
-        self._check_together(operation, told)
-        start, end = len(head), len(head) + len(counts[0])
-        return [row[start:end] for row in told], [(Fault(row[4]), row[5]) for row in told]
+            messages = self._swapped(sent)
+            words = self.layout.words(messages)
+            self._check_together(operation, words)
+            return self._answer(operation, counts, ids, messages, words)
+
+    def _answer(
+        self,
+        operation: Operation,
+        counts: Sequence[Sequence[int]],
+        ids: Tensor,
+        messages: Tensor,
+        words: list[list[int]],
+    ) -> Answer:
+        told = [row[7 : 7 + len(counts[0])] for row in words]
+        totals = [sum(row) for row in told]
+        largest = max(row[6] for row in words)
+        if largest <= self._room:
+            found = self.layout.ids(messages, totals).to(ids.device)
+        else:
+            found = self.exchange(ids, [sum(row) for row in counts], totals)
+        if operation.verb is Verb.LOOKUP:
+            self._room = grown(self._room, largest)
+        faults = [(Fault(row[4]), row[5]) for row in words]
+        return Answer(told, faults, self.layout.flags(messages), found)
 
     def _swapped(self, headers: Tensor) -> Tensor:
         """Send row i of a small CPU tensor to worker i; return what each sent."""
@@ -249,13 +233,23 @@ class Peers:
         finally:
             self._board.leave()
 
+    def report(self, error: IndexError) -> None:
+        """Have the others raise this error too, when their waits for this worker break."""
+        if self._board is not None:
+            self._board.fail(str(error))
+
     def wait(self, work: dist.Work | None) -> None:
         """Wait for an operation; the group's own timeout ends it."""
         if work is not None:
             work.wait()
 
-    def _explained(self, error: RuntimeError, where: str, waited_seconds: float) -> PeerError:
+    def _explained(
+        self, error: RuntimeError, where: str, waited_seconds: float
+    ) -> PeerError | IndexError:
         assert self._board is not None
+        reported = [s.failure for s in self._board.sightings() if s.failure is not None]
+        if reported:
+            return IndexError(reported[0])
         silent = self._board.silent()
         sightings = self._board.sightings()
         me = f"worker {self.rank} waited {waited_seconds:.0f} s in {where}"

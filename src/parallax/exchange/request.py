@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallax.exchange.peers import Fault
+from parallax.exchange.header import Fault
 from parallax.shard import RowMap
 
 
