@@ -25,6 +25,7 @@ def test_every_kind_of_lookup_is_sharded_and_exact(form: str) -> None:
 
 @pytest.mark.parametrize("form", WHOLE_FORMS)
 @pytest.mark.filterwarnings("ignore:parameter .* is used whole")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 def test_tables_used_whole_are_dense_and_exact(form: str) -> None:
     check(Case(form, shares=(5, 4, 3)), 3, "all-reduce")
 
