@@ -74,6 +74,8 @@ class Answer:
     """Each: whether any worker raised it."""
     ids: Tensor
     """From all workers, in their order."""
+    largest: int
+    """The most that any worker has for any; the same on all workers."""
 
 
 @dataclass(frozen=True)

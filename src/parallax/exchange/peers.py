@@ -108,7 +108,7 @@ class Peers:
         counts = [()] * self.num_workers if counts is None else counts
         ids = torch.empty(0, dtype=torch.int32) if ids is None else ids
         if self.num_workers == 1:
-            return Answer([list(counts[0])], [fault], list(flags), ids)
+            return Answer([list(counts[0])], [fault], list(flags), ids, len(ids))
         subject = self._numbers[operation.subject]
         where = (operation.verb, subject, operation.ordinal, operation.step)
         ids = ids.to(torch.int32)
@@ -137,7 +137,7 @@ class Peers:
         if operation.verb is Verb.LOOKUP:
             self._room = grown(self._room, largest)
         faults = [(Fault(row[4]), row[5]) for row in words]
-        return Answer(told, faults, self.layout.flags(messages), found)
+        return Answer(told, faults, self.layout.flags(messages), found, largest)
 
     def _swapped(self, headers: Tensor) -> Tensor:
         """Send row i of a small CPU tensor to worker i; return what each sent."""
