@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,21 +29,6 @@ from parallax.exchange.header import (
     grown,
 )
 from parallax.ledger import Ledger
-
-
-POLL_SECONDS = 0.002
-
-
-def _yield_until_done(work: dist.Work) -> None:
-    """Give the processor away for a moment instead of sleeping at once.
-
-    A core that sleeps wakes up late, which made up half the time of a small message; whoever else
-    wants the core, gloo's threads first, gets it all the same. Work on a GPU is done at once here.
-    """
-    give_way = getattr(os, "sched_yield", None)
-    end = time.perf_counter() + POLL_SECONDS
-    while give_way and not work.is_completed() and time.perf_counter() < end:
-        give_way()
 
 
 class Peers:
@@ -256,10 +240,8 @@ class Peers:
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for an operation; the group's own timeout ends it."""
-        if work is None:
-            return
-        _yield_until_done(work)
-        work.wait()
+        if work is not None:
+            work.wait()
 
     def _explained(
         self, error: RuntimeError, where: str, waited_seconds: float
