@@ -6,6 +6,7 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 
 from parallax import cost
 from parallax.analysis import Facts, Kind
@@ -137,7 +138,7 @@ def make_plan(
     facts: list[Facts], updaters: Mapping[str, Updater], config: Config, num_workers: int
 ) -> Plan:
     """Decide the route of every parameter."""
-    _check_routes_used(facts, config)
+    _check_patterns_used(facts, config)
     parameters = []
     for fact in facts:
         route, why = decide(fact, updaters[fact.name], config, num_workers)
@@ -249,15 +250,17 @@ def _priced(line: ParameterPlan, num_workers: int) -> ParameterPlan:
     return line
 
 
-def _check_routes_used(facts: list[Facts], config: Config) -> None:
-    for pattern in config.routes:
-        alone = Config(routes={pattern: "sharded"})
-        if not any(alone.route_of(fact.name) for fact in facts):
-            names = ", ".join(fact.name for fact in facts[:10])
-            raise ConfigError(
-                f"Config.routes has the pattern {pattern!r}, which no parameter matches; "
-                f"the parameters are {names}{', …' if len(facts) > 10 else ''}"
-            )
+def _check_patterns_used(facts: list[Facts], config: Config) -> None:
+    """A pattern that no parameter matches is a slip of the pen."""
+    lazy = [] if isinstance(config.lazy, bool) else config.lazy
+    for field, patterns in (("routes", config.routes), ("lazy", lazy), ("init", config.init)):
+        for pattern in patterns:
+            if not any(fnmatchcase(fact.name, pattern) for fact in facts):
+                names = ", ".join(fact.name for fact in facts[:10])
+                raise ConfigError(
+                    f"Config.{field} has the pattern {pattern!r}, which no parameter matches; "
+                    f"the parameters are {names}{', …' if len(facts) > 10 else ''}"
+                )
 
 
 def _size(size_bytes: float | None) -> str:

@@ -79,6 +79,13 @@ def test_forced_routes_are_checked() -> None:
         plan_of(model)["nothing"]
 
 
+@pytest.mark.parametrize("field", ["routes", "lazy", "init"])
+def test_patterns_that_match_nothing_are_named(field: str) -> None:
+    given = {"routes": {"tabel.*": "sharded"}, "lazy": ["tabel.*"], "init": {"tabel.*": print}}
+    with pytest.raises(ConfigError, match=f"Config.{field} has the pattern 'tabel"):
+        plan_of(Lookup("embedding"), **{field: given[field]})
+
+
 def test_bytes_follow_the_formulas() -> None:
     plan = plan_of(Lookup("embedding"), "adam")
     assert plan["table.weight"].bytes_per_step == cost.allreduce_bytes(40 * 6 * 4, 4)

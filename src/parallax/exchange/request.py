@@ -32,7 +32,8 @@ class Request:
             return Request(nothing, nothing.reshape(ids.shape))
         low, high = (int(bound) for bound in torch.aminmax(ids))
         if high >= row_map.num_rows or low < (-row_map.num_rows if wraps else 0):
-            return Request.failed((Fault.BAD_ID, max(low, high, key=abs)), device)
+            bad = high if high >= row_map.num_rows else low
+            return Request.failed((Fault.BAD_ID, bad), device)
         ids = ids.long() % row_map.num_rows if low < 0 else ids.long()
         slots, places = torch.unique(row_map.slots(ids), return_inverse=True)
         return Request(slots, places)
