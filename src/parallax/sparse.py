@@ -91,9 +91,10 @@ class TableRows:
     def become_whole(self, why: str) -> None:
         parameter = self.parameter
         if self.shard is not None:
-            values = self.values(why)
+            values, gradient = self.values(why), self._whole_gradient(why)
             make_plain(parameter)
             set_data(parameter, values)
+            parameter.grad = gradient
         make_plain(parameter)
         self.used_whole = True
         self._hooks.left(self, why)
@@ -259,6 +260,21 @@ class TableRows:
             self.parameter.shape, dtype=parcel.values.dtype, device=parcel.values.device
         )
         return whole.index_add_(0, self.row_map.ids(parcel.slots), parcel.values)
+
+    def _whole_gradient(self, why: str) -> Tensor | None:
+        """What earlier backwards of this step brought to the owners, as a dense gradient.
+
+        It is the same on all workers, so that averaging it with what comes now keeps it.
+        """
+        if not self.has_gradient:
+            return None
+        assert self.shard is not None
+        part = torch.zeros_like(self.shard)
+        if self.received is not None:
+            part.index_copy_(0, self.received.slots, self.received.values)
+        self.received = None
+        self.has_gradient = False
+        return self.gathered(part, why)
 
     def updated(self) -> None:
         """The rows have changed. Their gradient stays until it is zeroed, as in torch."""

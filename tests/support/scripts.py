@@ -380,3 +380,15 @@ def never_zeroed(session: Any, model: Any, optimizer: Any, batches: list[Batch])
         if i % 5 == 4:
             optimizer.step()
             model.zero_grad()
+
+
+@script
+def regularised_in_a_backward_of_its_own(
+    session: Any, model: Any, optimizer: Any, batches: list[Batch]
+) -> None:
+    """The table is used whole when its rows' gradients are with their owners already."""
+    for batch in batches:
+        session.weight(len(batch[0]))
+        model(batch).backward()
+        (0.01 * model.table.weight.pow(2).sum()).backward()
+        step(optimizer)
