@@ -2,6 +2,7 @@
 
     ParallaxError
      ├─ ConfigError          a wrong argument, option or field (also a ValueError)
+     │   └─ HostsFileError   the file that names the hosts of a job cannot be used
      ├─ UnsupportedError     something that cannot be trained exactly (also a NotImplementedError)
      ├─ WholeTableError      an operation that needs all rows of a sharded table
      ├─ MismatchError        the workers were given different models or settings
@@ -10,6 +11,7 @@
      │   ├─ WaitTimeoutError a wait for other workers took too long (also a TimeoutError)
      │   └─ WorkerLostError  another worker ended or lost its connection
      ├─ CheckpointError      a checkpoint is damaged, foreign or does not fit
+     ├─ LinkError            two hosts have no connection, or it could not be measured
      └─ LaunchError          the workers could not be started
 
 An error names what was received, what is allowed and the way out.
@@ -24,6 +26,10 @@ class ParallaxError(Exception):
 
 class ConfigError(ParallaxError, ValueError):
     """A wrong argument, option or field."""
+
+
+class HostsFileError(ConfigError):
+    """The file that names the hosts of a job cannot be used."""
 
 
 class UnsupportedError(ParallaxError, NotImplementedError):
@@ -56,6 +62,10 @@ class WorkerLostError(PeerError):
 
 class CheckpointError(ParallaxError, RuntimeError):
     """A checkpoint is damaged, foreign, or does not fit the model."""
+
+
+class LinkError(ParallaxError, RuntimeError):
+    """Two hosts have no connection, or the connection could not be measured."""
 
 
 class LaunchError(ParallaxError, RuntimeError):
