@@ -245,7 +245,7 @@ def test_a_script_finds_what_python_gives_it(directory: Directory) -> None:
     assert json.loads(first.removeprefix("[worker 0] ")) == [
         "__main__", str(code / "train file.py"), ["code/train file.py"], str(code), False
     ]  # fmt: skip
-    assert others == ["[worker 0] True", "[worker 0] []"]
+    assert others == ["[worker 0] True", "[worker 0] ['PARALLAX_STEP_FILE']"]
 
 
 def test_a_module_runs_as_python_runs_it(directory: Directory) -> None:
@@ -495,7 +495,8 @@ def test_an_agent_that_is_killed_is_reported(directory: Directory) -> None:
     directory.write("train.py", WRITE_PID, FOREVER)
     with directory.start("-n", "2", "train.py") as process:
         pids = directory.pids(2)
-        (agent,) = children(process.pid)
+        (host,) = children(process.pid)
+        (agent,) = children(host)
         os.kill(agent, signal.SIGKILL)
         assert process.wait(END_SECONDS) == 1
         assert process.stderr is not None

@@ -1,9 +1,11 @@
-"""The command line: starts the workers of a job on this machine and watches over them.
+"""The command line: starts the workers of a job, on this machine or many, and watches over them.
 
     command  ── reads the arguments; the only module that the `parallax` script calls
-      local  ── starts the agent, relays output, ends everything, finds the first failure
-        agent  ── a process of its own: torch's elastic agent, which starts the workers
-          worker  ── in each worker, before and after the user's script
+      launcher, attempt  ── reaches the hosts, shows output, finds the first failure, restarts
+        connection, ssh  ── one for each host: its process, over ssh or as a child
+          host, supervisor  ── on each host: starts its agent, relays output, ends everything
+            agent  ── a process of its own: torch's elastic agent, which starts the workers
+              worker  ── in each worker, before and after the user's script
 
 Nothing here imports torch except the agent process, so that the command answers at once.
 """

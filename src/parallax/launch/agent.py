@@ -1,52 +1,61 @@
-"""The agent: a process between the launcher and the workers, with torchrun's machinery in it."""
+"""The agent: a process between the host process and the workers, with torchrun's machinery."""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
-from parallax.launch.job import Job
+from parallax.launch.job import AgentSpec, Program
 from parallax.launch.lifeline import PARENT_PID, die_with_parent
-from parallax.launch.rundir import RUN_DIRECTORY, RunDirectory, write_json
+from parallax.launch.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 
 _MONITOR_SECONDS = 0.1
+_JOIN_SECONDS = 120
 
 
 def main() -> int:
-    """Run the job of the command line to its end and write down how its workers ended."""
-    # Before torch is imported: that takes seconds, in which the launcher may be killed.
+    """Run this host's part of the job to its end and write down how its workers ended."""
+    # Before torch is imported: that takes seconds, in which the parent may be killed.
     die_with_parent(int(os.environ[PARENT_PID]))
     directory = RunDirectory(os.environ[RUN_DIRECTORY])
     os.environ[PARENT_PID] = str(os.getpid())
-    failures = _launch(Job.from_agent_arguments(sys.argv[1:]), directory)
+    failures = _launch(AgentSpec(**read_json(directory.agent_spec)), directory)
     write_json(directory.result, failures)
     return 0
 
 
-def _launch(job: Job, directory: RunDirectory) -> list[dict[str, Any]]:
+def _launch(spec: AgentSpec, directory: RunDirectory) -> list[dict[str, Any]]:
     """Start the workers and wait; rank, return code and time of each that failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from parallax.launch.rendezvous import ADDRESS, LoopbackRendezvous
+    from parallax.launch.rendezvous import BACKEND, HostsRendezvous
 
-    rendezvous_handler_registry.register("parallax-loopback", LoopbackRendezvous)
+    rendezvous_handler_registry.register(BACKEND, HostsRendezvous)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.num_workers,
-        run_id=job.run_id,
-        rdzv_backend="parallax-loopback",
-        rdzv_endpoint=f"{ADDRESS}:0",
-        local_addr=ADDRESS,
+        min_nodes=spec.num_hosts,
+        max_nodes=spec.num_hosts,
+        nproc_per_node=spec.num_workers,
+        run_id=spec.run_id,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint=f"{spec.address}:{spec.port}",
+        rdzv_configs={
+            "host_index": spec.host_index,
+            "address": spec.address,
+            "port": spec.port,
+            "listen_fd": spec.listen_fd,
+            "secret": spec.secret,
+            "join_timeout": _JOIN_SECONDS,
+        },
+        local_addr=spec.own_address,
+        # A restart is the launcher's to decide: it alone knows which hosts are left.
         max_restarts=0,
         monitor_interval=_MONITOR_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=directory.elastic),
     )
-    python, *arguments = job.worker_command()
+    python, *arguments = Program(**spec.program).worker_command()
     # torch replaces ${local_rank} in the arguments, and $$ by $.
     arguments = [argument.replace("$", "$$") for argument in arguments]
     try:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import io
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from parallax.errors import ParallaxError
-from parallax.launch import local
-from parallax.launch.job import Job, Kind
+from parallax.errors import ConfigError, ParallaxError
+from parallax.launch import launcher
+from parallax.launch.hosts import Host, read_hosts, workers_of
+from parallax.launch.job import Job, Kind, Program
 
 _USAGE_ERROR = 2
 _INTERRUPTED = 130
 _EXPORT_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 _RUN_DESCRIPTION = """\
-Start N workers on this machine, each running the same script, and watch over them.
+Start workers on this machine (-n) or on several (--hosts), each running the same script,
+and watch over them.
 
 Everything after the script's name belongs to the script. Every line that a worker
 prints is shown with its name, `[worker 2] …`. When one worker fails, the others are
@@ -31,12 +33,24 @@ _RUN_EXAMPLES = """\
 examples:
   parallax run -n 4 train.py --epochs 10
   parallax run -n 4 -m package.train --epochs 10
-  parallax run -n 4 --log-dir logs train.py
+  parallax run --hosts hosts.txt --log-dir logs train.py
+  parallax run --hosts hosts.toml --max-restarts 3 --resume /shared/checkpoints train.py
+
+A hosts file has a line for each host, `node1` or `node1: 0,1,2,3` with the GPUs to use,
+or is TOML with [[hosts]] tables (host, address, user, port, workers or devices, python,
+directory, environment, interface). Hosts are reached with `ssh`, which must not ask for
+anything; python, directory and script are the same as here unless the file says else.
+`parallax check --hosts FILE` tells whether all is ready.
 
 The workers find RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their
-environment, as under torchrun. OMP_NUM_THREADS is set to each worker's share of the
-cores unless it is set already. Standard input is empty.
+environment, as under torchrun. OMP_NUM_THREADS is set to each worker's share of its
+host's cores unless it is set already. Standard input is empty.
 """
+
+_OPTIONS_WITH_VALUE = (
+    "-n", "--workers", "--hosts", "--log-dir", "--max-restarts", "--resume", "--interface",
+    "--port", "--ssh-config",
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,21 +91,55 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = commands.add_parser(
         "run",
-        help="train on several workers of this machine",
-        usage="parallax run -n N [--log-dir DIR] (-m MODULE | [--] SCRIPT) [ARGUMENT ...]",
+        help="train on several workers, of this machine or of many",
+        usage="parallax run (-n N | --hosts FILE) [OPTION ...] (-m MODULE | [--] SCRIPT) "
+        "[ARGUMENT ...]",
         description=_RUN_DESCRIPTION,
         epilog=_RUN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     run.add_argument(
-        "-n", "--workers", type=_positive, required=True, metavar="N", help="how many workers"
+        "-n",
+        "--workers",
+        type=_positive,
+        metavar="N",
+        help="how many workers; with --hosts, on each host that does not say itself (default 1)",
     )
+    run.add_argument("--hosts", metavar="FILE", help="start on the hosts that FILE names")
     run.add_argument(
         "--log-dir",
         metavar="DIR",
         help="also keep the output of worker I in DIR/worker-I.log, replacing an earlier one",
     )
+    run.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="R",
+        help="after a failure, start again up to R times on the hosts that are left or have come "
+        "back; needs --resume",
+    )
+    run.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="begin from the newest complete checkpoint in DIR if there is one, and keep "
+        "checkpoints there (Config.checkpoint_steps, checkpoint_seconds, checkpoint_keep); all "
+        "hosts must share it",
+    )
+    run.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="the network interface that the hosts talk over (default: where ssh comes in)",
+    )
+    run.add_argument(
+        "--port",
+        type=_port,
+        default=0,
+        metavar="P",
+        help="the port of the first host where the others meet it (default: any that is free)",
+    )
+    run.add_argument("--ssh-config", metavar="FILE", help="a configuration file for ssh")
     # `_split` takes it away with all that follows; it stands here for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m`")
 
@@ -129,7 +177,7 @@ def _split(argv: list[str]) -> tuple[list[str], _Script | None]:
             return options, _script("module", [word[2:], *rest] if word[2:] else rest)
         if not word.startswith("-"):
             return options, _script("script", [word, *rest])
-        position += 2 if word in ("-n", "--workers", "--log-dir") else 1
+        position += 2 if word in _OPTIONS_WITH_VALUE else 1
     return argv, None
 
 
@@ -140,22 +188,44 @@ def _script(kind: Kind, words: list[str]) -> _Script | None:
 def _run(options: argparse.Namespace, script: _Script | None) -> int:
     if script is None:
         return _refuse("no script was given: parallax run -n 4 train.py")
-    kind, program, arguments = script
-    if kind == "script" and not os.path.exists(program):
-        return _refuse(f"there is no script {program!r} (the directory is {os.getcwd()})")
-    if importlib.util.find_spec("torch") is None:
-        return _refuse(f"{sys.executable} has no PyTorch: install torch, or use another python")
-    job = Job(
-        num_workers=options.workers,
-        kind=kind,
-        program=program,
-        arguments=tuple(arguments),
-        log_dir=options.log_dir,
-    )
+    if options.workers is None and options.hosts is None:
+        return _refuse("how many workers? Give -n/--workers N, or --hosts FILE")
+    if options.max_restarts and options.resume is None:
+        return _refuse("--max-restarts needs --resume DIR, where the checkpoints are")
     try:
-        return local.run(job)
+        return launcher.run(_job(options, script))
+    except ConfigError as error:
+        return _refuse(str(error))
     except OSError as error:
         return _refuse(str(error), code=1)
+
+
+def _job(options: argparse.Namespace, script: _Script) -> Job:
+    kind, program, arguments = script
+    is_local = options.hosts is None
+    if is_local and kind == "script" and not os.path.exists(program):
+        raise ConfigError(f"there is no script {program!r} (the directory is {os.getcwd()})")
+    hosts = (Host(name="localhost"),) if is_local else read_hosts(options.hosts)
+    return Job(
+        program=Program(kind=kind, name=program, arguments=tuple(arguments)),
+        hosts=hosts,
+        num_workers=workers_of(hosts, options.workers),
+        log_dir=options.log_dir,
+        max_restarts=options.max_restarts,
+        resume=None if options.resume is None else os.path.abspath(options.resume),
+        interface=options.interface,
+        port=options.port,
+        ssh_config=options.ssh_config,
+        columns=_columns("" if is_local else max((h.name for h in hosts), key=len)),
+        is_local=is_local,
+    )
+
+
+def _columns(host: str) -> int | None:
+    """What a progress bar has beside the worker's name; None where there is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+    return max(20, shutil.get_terminal_size().columns - len(f"[{host} worker 00] "))
 
 
 def _export(checkpoint_dir: str, out: str) -> int:
@@ -178,12 +248,24 @@ def _refuse(message: str, code: int = _USAGE_ERROR) -> int:
 
 
 def _positive(text: str) -> int:
+    return _number(text, 1, None, "a number of workers, 1 or more")
+
+
+def _count(text: str) -> int:
+    return _number(text, 0, None, "a number, 0 or more")
+
+
+def _port(text: str) -> int:
+    return _number(text, 1, 65535, "a port, 1 to 65535")
+
+
+def _number(text: str, smallest: int, largest: int | None, what: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers, 1 or more")
+        number = smallest - 1
+    if number < smallest or (largest is not None and number > largest):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return number
 
 

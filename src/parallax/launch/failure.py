@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 import traceback
@@ -20,13 +19,15 @@ _DEATH_HEAD_START_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The bad end of one worker."""
+    """The bad end of one worker, or of a host with all of its workers."""
 
     rank: int
+    """The worker's number; of a host's first one."""
     exit_code: int
     """As a shell shows it: 128 + the signal's number for a worker that a signal ended."""
     time_seconds: float
     host: str = ""
+    """Its name in the hosts file, if there is one."""
     signal: int | None = None
     error: str = ""
     """The last line of the traceback, or what the script said on exit."""
@@ -34,15 +35,21 @@ class Failure:
     step: int | None = None
     secondary: bool = False
     """Whether another worker caused it."""
+    of_host: str = ""
+    """What befell the whole host, as a sentence without a full stop."""
+    log: str = ""
+    """What the host's agent had to say."""
 
     def describe(self) -> str:
         """One sentence, without a full stop."""
-        if self.signal is not None:
-            name = _signal_name(self.signal)
-            return f"worker {self.rank} was ended by signal {self.signal}{name}"
         where = "" if self.step is None else f" at step {self.step}"
+        if self.of_host:
+            return f"{self.of_host}{where}"
+        worker = f"worker {self.rank} on {self.host}" if self.host else f"worker {self.rank}"
+        if self.signal is not None:
+            return f"{worker} was ended by signal {self.signal}{_signal_name(self.signal)}{where}"
         error = f" ({_shorten(self.error)})" if self.error else ""
-        return f"worker {self.rank} failed{where} with exit code {self.exit_code}{error}"
+        return f"{worker} failed{where} with exit code {self.exit_code}{error}"
 
 
 def from_exception(rank: int, error: BaseException, frames: TracebackType | None) -> Failure:
@@ -52,7 +59,6 @@ def from_exception(rank: int, error: BaseException, frames: TracebackType | None
         rank=rank,
         exit_code=1,
         time_seconds=time.time(),
-        host=os.uname().nodename,
         error=_last_line(error),
         traceback="".join(traceback.format_exception(type(error), error, frames)),
         step=step if isinstance(step, int) else None,
@@ -66,7 +72,6 @@ def from_exit(rank: int, exit_code: int, message: str = "") -> Failure:
         rank=rank,
         exit_code=exit_code,
         time_seconds=time.time(),
-        host=os.uname().nodename,
         error=message,
     )
 
@@ -82,19 +87,35 @@ def from_death(rank: int, return_code: int, time_seconds: float) -> Failure:
     )
 
 
-def write(directory: RunDirectory, failure: Failure) -> None:
-    """Leave the record of this worker's failure for the launcher."""
-    write_json(directory.failure(failure.rank), asdict(failure))
+def from_host(host: str, ranks: range, what: str, *, time_seconds: float, log: str = "") -> Failure:
+    """The loss of a host, or of its agent, with all of its workers; `what` is said of its name."""
+    numbers = ", ".join(map(str, ranks))
+    workers = f"worker {numbers}" if len(ranks) == 1 else f"workers {numbers}"
+    return Failure(
+        rank=ranks[0],
+        exit_code=1,
+        time_seconds=time_seconds,
+        host=host,
+        of_host=what.format(workers=workers),
+        log=log,
+    )
+
+
+def write(directory: RunDirectory, local_rank: int, failure: Failure) -> None:
+    """Leave the record of this worker's failure for the host process."""
+    write_json(directory.failure(local_rank), asdict(failure))
 
 
 def read(directory: RunDirectory, num_workers: int) -> list[Failure]:
-    """Every record that the workers have left so far."""
+    """Every record that the host's workers have left so far."""
     values = (read_json(directory.failure(rank)) for rank in range(num_workers))
     return [Failure(**value) for value in values if value is not None]
 
 
-def in_order(records: Iterable[Failure], deaths: Iterable[Failure]) -> list[Failure]:
-    """One failure for each worker that failed, the cause of all the others first.
+def in_order(
+    records: Iterable[Failure], deaths: Iterable[Failure], hosts: Iterable[Failure] = ()
+) -> list[Failure]:
+    """One failure for each worker or host that failed, the cause of all the others first.
 
     A worker's own record says more than its death does. What another worker caused comes after
     what was not, and SIGTERM last of all: that is how the agent ends the workers that are left.
@@ -106,7 +127,7 @@ def in_order(records: Iterable[Failure], deaths: Iterable[Failure]) -> list[Fail
         ended = failure.signal == signal.SIGTERM
         return (ended, failure.secondary, failure.time_seconds, failure.rank)
 
-    return sorted(by_rank.values(), key=place)
+    return sorted([*by_rank.values(), *hosts], key=place)
 
 
 def report(failures: list[Failure]) -> str:
@@ -117,7 +138,9 @@ def report(failures: list[Failure]) -> str:
     if followers:
         workers = "worker" if len(followers) == 1 else "workers"
         text += f"; {workers} {', '.join(map(str, followers))} failed after it"
-    return f"{text}. Its traceback:\n{first.traceback}" if first.traceback else f"{text}.\n"
+    if first.traceback:
+        return f"{text}. Its traceback:\n{first.traceback}"
+    return f"{text}. It said:\n{first.log}\n" if first.log else f"{text}.\n"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

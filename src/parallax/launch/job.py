@@ -1,50 +1,91 @@
-"""A job: what is to run, on how many workers, and the commands that start its processes."""
+"""A job: what is to run, and the parts of it that each host and each agent is told."""
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from parallax.launch.hosts import Host
 
 Kind = Literal["script", "module"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What every worker runs."""
+
+    kind: Kind
+    name: str
+    """The path of a script, or the dotted name of a module."""
+    arguments: tuple[str, ...] = ()
+
+    def worker_command(self) -> list[str]:
+        """What the agent starts, once for each worker."""
+        return python("parallax.launch.worker", self.kind, self.name, *self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One `parallax run`."""
 
-    num_workers: int
-    kind: Kind
-    program: str
-    """The path of a script, or the dotted name of a module."""
-    arguments: tuple[str, ...] = ()
+    program: Program
+    hosts: tuple[Host, ...]
+    num_workers: tuple[int, ...]
+    """On each host."""
     log_dir: str | None = None
-    run_id: str = field(default_factory=lambda: os.urandom(8).hex())
-
-    def agent_command(self) -> list[str]:
-        """What the launcher starts."""
-        arguments = (self.run_id, str(self.num_workers), self.kind, self.program, *self.arguments)
-        return _python("parallax.launch.agent", arguments)
-
-    @classmethod
-    def from_agent_arguments(cls, argv: list[str]) -> Job:
-        """The job that the agent was started for: the inverse of `agent_command`."""
-        run_id, num_workers, kind, program, *arguments = argv
-        return cls(
-            num_workers=int(num_workers),
-            kind="module" if kind == "module" else "script",
-            program=program,
-            arguments=tuple(arguments),
-            run_id=run_id,
-        )
-
-    def worker_command(self) -> list[str]:
-        """What the agent starts, once for each worker."""
-        return _python("parallax.launch.worker", (self.kind, self.program, *self.arguments))
+    max_restarts: int = 0
+    resume: str | None = None
+    """Where checkpoints are, and from where a restart goes on."""
+    interface: str | None = None
+    port: int = 0
+    """Of the rendezvous; 0 is any that is free."""
+    ssh_config: str | None = None
+    columns: int | None = None
+    """The width that is left for a worker's lines."""
+    is_local: bool = False
+    """Whether no hosts were named: then none are mentioned either."""
 
 
-def _python(module: str, arguments: tuple[str, ...]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class HostSpec:
+    """What a host is told first. It travels as data, so no shell sees any of it."""
+
+    num_workers: int
+    program: dict[str, Any] | None
+    """None where the host is only looked at."""
+    directory: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    address: str | None = None
+    interface: str | None = None
+    devices: tuple[str, ...] = ()
+    resume: str | None = None
+    columns: int | None = None
+    lapse_seconds: float | None = None
+    """Without a sign of life from the launcher for so long, the host ends the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """What a host's agent needs to know: with whom it meets where, and what it starts."""
+
+    program: dict[str, Any]
+    num_workers: int
+    run_id: str
+    secret: str
+    """Signs what the agents tell each other."""
+    num_hosts: int
+    host_index: int
+    address: str
+    """Of the meeting point, as all the others of the endpoint."""
+    port: int
+    own_address: str
+    listen_fd: int | None = None
+    """The meeting point's socket, on the host that has it."""
+
+
+def python(module: str, *arguments: str) -> list[str]:
     """The command that calls `main()` of `module` in a fresh interpreter.
 
     `python -m` would search the current directory first, where a user's `random.py` or

@@ -66,8 +66,8 @@ def _last_state(line: str, *, keep_return: bool = False) -> str:
 class Screen:
     """The launcher's stdout and stderr.
 
-    On a terminal, names are coloured and worker 0's progress stays below the scrolling lines as
-    one status line. Elsewhere lines are plain and progress shows only its last state.
+    On a terminal, names are coloured, and the last line says how the job is doing, with worker 0's
+    progress. Elsewhere lines are plain and progress shows only its last state.
     """
 
     def __init__(self, stdout: TextIO, stderr: TextIO, environ: Mapping[str, str]) -> None:
@@ -75,44 +75,68 @@ class Screen:
         smart = environ.get("TERM") != "dumb"
         self._is_terminal = {name: smart and file.isatty() for name, file in self._files.items()}
         self._has_colour = not environ.get("NO_COLOR")
-        self._status: tuple[Stream, str] | None = None
+        self._hosts: Mapping[int, str] = {}
+        self._job_status: str | None = None
+        self._progress: tuple[Stream, str] | None = None
+        self._drawn: tuple[Stream, str] | None = None
         self.is_broken = False
         """Whether the reader of stdout or stderr is gone."""
 
+    def name_hosts(self, hosts: Mapping[int, str]) -> None:
+        """Name the host of each worker from now on; "" where it goes without saying."""
+        self._hosts = hosts
+
     def show(self, rank: int, stream: Stream, lines: list[str], progress: str | None) -> None:
         """Print a worker's finished lines, and its unfinished one if it is shown in place."""
-        drawn = self._status
-        status = self._next_status(rank, stream, progress)
-        if not lines and status == drawn:
+        self._see_progress(rank, stream, progress)
+        if not lines and self._drawn == self._status():
             return
         self._erase_status()
         if lines:
             self._write(stream, "".join(self._line(rank, stream, line) for line in lines))
-        self._draw_status(status)
+        self._draw_status()
+
+    def set_status(self, text: str | None) -> None:
+        """Say how the whole job is doing, on a terminal."""
+        self._job_status = text
+        if self._drawn != self._status():
+            self._erase_status()
+            self._draw_status()
 
     def say(self, text: str) -> None:
         """Print something of the launcher's own to stderr."""
-        status = self._status
         self._erase_status()
         self._write("stderr", text)
-        self._draw_status(status)
+        self._draw_status()
 
     def close(self) -> None:
         """Leave the terminal as it was found."""
+        self._job_status = self._progress = None
         self._erase_status()
 
-    def _next_status(
-        self, rank: int, stream: Stream, progress: str | None
-    ) -> tuple[Stream, str] | None:
+    def _see_progress(self, rank: int, stream: Stream, progress: str | None) -> None:
         if rank != 0 or not self._is_terminal[stream]:
-            return self._status
+            return
         if progress is not None:
-            return (stream, progress)
-        is_own = self._status is not None and self._status[0] == stream
-        return None if is_own else self._status
+            self._progress = (stream, progress)
+        elif self._progress is not None and self._progress[0] == stream:
+            self._progress = None
+
+    def _status(self) -> tuple[Stream, str] | None:
+        """What the last line should show: the job, worker 0's progress, or both."""
+        job = self._job_status
+        if self._progress is not None:
+            stream, progress = self._progress
+            return (stream, f"{job} | {progress}" if job else f"{self._name(0)}{progress}")
+        terminals = [name for name, is_terminal in self._is_terminal.items() if is_terminal]
+        return (terminals[-1], job) if job and terminals else None
+
+    def _name(self, rank: int) -> str:
+        host = self._hosts.get(rank, "")
+        return f"[{host} worker {rank}] " if host else f"[worker {rank}] "
 
     def _line(self, rank: int, stream: Stream, text: str) -> str:
-        name = f"[worker {rank}] "
+        name = self._name(rank)
         if not self._is_terminal[stream]:
             return f"{name}{text}\n"
         text = _MOVES.sub("", text)
@@ -122,17 +146,17 @@ class Screen:
         return f"{name}{text}\n"
 
     def _erase_status(self) -> None:
-        if self._status is not None:
-            self._write(self._status[0], _CLEAR_LINE)
-        self._status = None
+        if self._drawn is not None:
+            self._write(self._drawn[0], _CLEAR_LINE)
+        self._drawn = None
 
-    def _draw_status(self, status: tuple[Stream, str] | None) -> None:
-        self._status = status
-        if status is not None:
-            stream, text = status
+    def _draw_status(self) -> None:
+        self._drawn = self._status()
+        if self._drawn is not None:
+            stream, text = self._drawn
             # A status that wraps could not be erased.
             columns = os.get_terminal_size(self._files[stream].fileno()).columns or 80
-            self._write(stream, f"[worker 0] {_SEQUENCES.sub('', text)}"[: columns - 1])
+            self._write(stream, _SEQUENCES.sub("", text)[: columns - 1])
 
     def _write(self, stream: Stream, text: str) -> None:
         file = self._files[stream]

@@ -1,65 +1,113 @@
-"""The meeting point of a job whose workers are all on this machine."""
+"""The meeting point of the agents: torch's c10d rendezvous, on the one address that was asked for.
+
+[Note: rendezvous]
+torch's own way to make it listens on every interface, whatever address it is given, and unpickles
+what it finds there: anyone on the network could run code in an agent. So the store's socket is
+bound here, and the state that the agents exchange is signed with a secret of the job.
+"""
 
 from __future__ import annotations
 
-import socket
+import hashlib
+import hmac
+import os
+from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-ADDRESS = "127.0.0.1"
+BACKEND = "parallax-c10d"
+
+_TAG_BYTES = hashlib.sha256().digest_size
+_STORE_SECONDS = 60.0
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """One agent, and one store that only this machine can reach.
+class SignedBackend(C10dRendezvousBackend):
+    """Holds the agents' state in the store, and takes none that the job's secret did not sign."""
 
-    torch's own rendezvous listens on every interface, whatever address it is given, and unpickles
-    what it finds in its store: anyone on the network could run code in the agent. It also has
-    nothing to agree on when there is one agent only.
+    def __init__(self, store: TCPStore, run_id: str, secret: bytes) -> None:
+        super().__init__(store, run_id)
+        self._secret = secret
+
+    def get_state(self) -> tuple[bytes, object] | None:
+        found = super().get_state()
+        return None if found is None else (self._checked(found[0]), found[1])
+
+    def set_state(
+        self, state: bytes, token: object | None = None
+    ) -> tuple[bytes, object, bool] | None:
+        found = super().set_state(self._tag(state) + state, token)
+        return None if found is None else (self._checked(found[0]), found[1], found[2])
+
+    def _tag(self, state: bytes) -> bytes:
+        return hmac.digest(self._secret, state, "sha256")
+
+    def _checked(self, signed: bytes) -> bytes:
+        tag, state = signed[:_TAG_BYTES], signed[_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(state)):
+            raise RendezvousStateError("what lies at the meeting point is not of this job")
+        return state
+
+
+class HostsRendezvous(RendezvousHandler):
+    """torch's rendezvous of a fixed set of hosts, whose order is that of the hosts file.
+
+    The workers use the same store.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        self._is_closed = False
-        # The store takes the listening socket over, so the port is never free in between.
-        listener = socket.create_server((ADDRESS, 0), backlog=1024)
-        self._port: int = listener.getsockname()[1]
-        self._store = TCPStore(
-            ADDRESS,
+        get = parameters.config
+        self._host_index = int(get["host_index"])
+        self._address, self._port = str(get["address"]), int(get["port"])
+        store = TCPStore(
+            self._address,
             self._port,
-            is_master=True,
+            is_master=get["listen_fd"] is not None,
             wait_for_workers=False,
-            master_listen_fd=listener.detach(),
+            timeout=timedelta(seconds=_STORE_SECONDS),
+            # The store takes the listening socket over, so the port is never free in between.
+            **({} if get["listen_fd"] is None else {"master_listen_fd": get["listen_fd"]}),
         )
+        backend = SignedBackend(store, parameters.run_id, bytes.fromhex(get["secret"]))
+        self._inner = create_handler(store, backend, parameters)
 
     def get_backend(self) -> str:
-        return "parallax-loopback"
+        return BACKEND
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = RendezvousStoreInfo(master_addr=ADDRESS, master_port=self._port)
-        return RendezvousInfo(self._store, 0, 1, info)
+        # Else torch would open one more store for the workers, on every interface.
+        os.environ[_OWN_STORE] = "1"
+        try:
+            met = self._inner.next_rendezvous()
+        finally:
+            del os.environ[_OWN_STORE]
+        info = RendezvousStoreInfo(master_addr=self._address, master_port=self._port)
+        return RendezvousInfo(met.store, self._host_index, met.world_size, info)
 
     def is_closed(self) -> bool:
-        return self._is_closed
+        return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        self._is_closed = True
+        self._inner.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return 0
+        return self._inner.num_nodes_waiting()
 
     def get_run_id(self) -> str:
-        return self._run_id
+        return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
-        self._is_closed = True
-        return True
+        return self._inner.shutdown()

@@ -1,9 +1,10 @@
-"""The private directory through which the processes of one job meet."""
+"""The private directory through which the processes of a job meet on one host."""
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,24 +14,36 @@ RUN_DIRECTORY = "PARALLAX_RUN_DIRECTORY"
 Stream = Literal["stdout", "stderr"]
 STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
+_STEP = struct.Struct("<q")
+_NO_STEP = -1
+
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Names of the files in it; the launcher makes the directory and removes it."""
+    """Names of the files in it; the host process makes the directory and removes it."""
 
     path: str
 
-    def fifo(self, rank: int, stream: Stream) -> str:
-        """The named pipe that carries one stream of a worker to the launcher."""
-        return os.path.join(self.path, f"worker-{rank}.{stream}")
+    def fifo(self, local_rank: int, stream: Stream) -> str:
+        """The named pipe that carries one stream of a worker to the host process."""
+        return self._file(local_rank, stream)
 
-    def pid(self, rank: int) -> str:
+    def pid(self, local_rank: int) -> str:
         """The worker's process id, which is also that of its session and process group."""
-        return os.path.join(self.path, f"worker-{rank}.pid")
+        return self._file(local_rank, "pid")
 
-    def failure(self, rank: int) -> str:
+    def failure(self, local_rank: int) -> str:
         """Why the worker failed, by itself."""
-        return os.path.join(self.path, f"worker-{rank}.failure.json")
+        return self._file(local_rank, "failure.json")
+
+    def step(self, local_rank: int) -> str:
+        """How many steps the worker has taken, by its session."""
+        return self._file(local_rank, "step")
+
+    @property
+    def agent_spec(self) -> str:
+        """What the agent is to do."""
+        return os.path.join(self.path, "agent.json")
 
     @property
     def result(self) -> str:
@@ -46,6 +59,23 @@ class RunDirectory:
     def elastic(self) -> str:
         """torch's own files."""
         return os.path.join(self.path, "elastic")
+
+    def make_step(self, local_rank: int) -> None:
+        """Make the file of the worker's steps."""
+        with open(self.step(local_rank), "wb") as file:
+            file.write(_STEP.pack(_NO_STEP))
+
+    def read_step(self, local_rank: int) -> int | None:
+        """The worker's steps so far; None before it has called `parallelize`."""
+        try:
+            with open(self.step(local_rank), "rb") as file:
+                (step,) = _STEP.unpack(file.read(_STEP.size))
+        except (FileNotFoundError, struct.error):
+            return None
+        return None if step == _NO_STEP else int(step)
+
+    def _file(self, local_rank: int, kind: str) -> str:
+        return os.path.join(self.path, f"worker-{local_rank}.{kind}")
 
 
 def write_json(path: str, value: Any) -> None:

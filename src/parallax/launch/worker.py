@@ -17,6 +17,13 @@ from parallax.launch import failure
 from parallax.launch.lifeline import PARENT_PID, die_with_parent
 from parallax.launch.rundir import RUN_DIRECTORY, STREAMS, RunDirectory, write_json
 
+RESUME = "PARALLAX_RESUME"
+"""The environment variable that tells a session where the job's checkpoints are."""
+DEVICES = "PARALLAX_DEVICES"
+"""The environment variable that tells a worker the GPUs of the host's workers."""
+STEP_FILE = "PARALLAX_STEP_FILE"
+"""The environment variable that tells a session where to leave its number of steps."""
+
 _INTERRUPTED = 130
 _PEER_SECONDS = 2.0
 
@@ -25,8 +32,10 @@ def main() -> int:
     """Run the program of the command line as `python` would, and record how it fails."""
     die_with_parent(int(os.environ.pop(PARENT_PID)))
     directory = RunDirectory(os.environ.pop(RUN_DIRECTORY))
-    rank = int(os.environ["RANK"])
-    _connect(directory, rank)
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    _connect(directory, local_rank)
+    _choose_device(local_rank)
+    os.environ[STEP_FILE] = directory.step(local_rank)
     kind, program, *arguments = sys.argv[1:]
     sys.argv[:] = [program, *arguments]
     try:
@@ -35,22 +44,23 @@ def main() -> int:
         code = _exit_code(exit)
         if code != 0:
             message = exit.code if isinstance(exit.code, str) else ""
-            failure.write(directory, failure.from_exit(rank, code, message))
+            failure.write(directory, local_rank, failure.from_exit(rank, code, message))
         raise
     except KeyboardInterrupt:
-        failure.write(directory, failure.from_exit(rank, _INTERRUPTED, "KeyboardInterrupt"))
+        interrupted = failure.from_exit(rank, _INTERRUPTED, "KeyboardInterrupt")
+        failure.write(directory, local_rank, interrupted)
         return _INTERRUPTED
     except BaseException as error:
-        _record(directory, rank, error)
+        _record(directory, rank, local_rank, error)
         return 1
     return 0
 
 
-def _connect(directory: RunDirectory, rank: int) -> None:
+def _connect(directory: RunDirectory, local_rank: int) -> None:
     """Send this process's output to the launcher."""
-    write_json(directory.pid(rank), os.getpid())
+    write_json(directory.pid(local_rank), os.getpid())
     for target, stream in enumerate(STREAMS, start=1):
-        fd = os.open(directory.fifo(rank, stream), os.O_WRONLY)
+        fd = os.open(directory.fifo(local_rank, stream), os.O_WRONLY)
         os.dup2(fd, target)
         os.close(fd)
     # A line is shown when it is printed, as on a terminal. (With `python -u`, a line and its
@@ -59,6 +69,13 @@ def _connect(directory: RunDirectory, rank: int) -> None:
         sys.stdout.reconfigure(line_buffering=True)
     # A crash in native code leaves no record: this prints where Python was.
     faulthandler.enable()
+
+
+def _choose_device(local_rank: int) -> None:
+    """Show the script the one GPU that the hosts file gave this worker."""
+    devices = os.environ.pop(DEVICES, None)
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices.split(",")[local_rank]
 
 
 def _run_script(path: str) -> None:
@@ -93,7 +110,7 @@ def _run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _record(directory: RunDirectory, rank: int, error: BaseException) -> None:
+def _record(directory: RunDirectory, rank: int, local_rank: int, error: BaseException) -> None:
     """Leave the traceback to the launcher, which shows the first failure's and shows it last."""
     frames = _own_frames(error.__traceback__)
     if sys.excepthook is not sys.__excepthook__:
@@ -101,7 +118,7 @@ def _record(directory: RunDirectory, rank: int, error: BaseException) -> None:
         sys.excepthook(type(error), error, frames)
     record = failure.from_exception(rank, error, frames)
     try:
-        failure.write(directory, record)
+        failure.write(directory, local_rank, record)
     except OSError:  # a full disk must not hide the error
         sys.__excepthook__(type(error), error, frames)
     if record.secondary:
@@ -111,9 +128,11 @@ def _record(directory: RunDirectory, rank: int, error: BaseException) -> None:
 def _wait_for_the_cause(directory: RunDirectory) -> None:
     """Stay until the worker that caused the failure has recorded its own, or for a moment.
 
+    (One on another host has a launcher that knows to wait for it.)
+
     The agent ends all workers as soon as one has ended, that one among them.
     """
-    num_workers = int(os.environ["WORLD_SIZE"])
+    num_workers = int(os.environ["LOCAL_WORLD_SIZE"])
     deadline = time.monotonic() + _PEER_SECONDS
     while time.monotonic() < deadline:
         if not all(record.secondary for record in failure.read(directory, num_workers)):
