@@ -1,0 +1,1 @@
+"""What is measured, and the test bed that measures it on several hosts."""
