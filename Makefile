@@ -15,6 +15,7 @@ demo: .venv/text.stamp ## Train a language model on two workers, with Parallax a
 	@$(BIN)/python examples/demo.py
 
 test: .venv/dev.stamp ## Run every test
+	@benchmarks/testbed/install.sh
 	@$(BIN)/python -m pytest
 
 check: .venv/dev.stamp ## Lint, check the format and the types
