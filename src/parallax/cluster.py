@@ -45,6 +45,16 @@ def find_place() -> Place:
     return Place(rank, num_workers, local_rank, launched=True)
 
 
+def resume_dir() -> str | None:
+    """Where `parallax run --resume` looks for the newest checkpoint; None if it was not given."""
+    return os.environ.get("PARALLAX_RESUME") or None
+
+
+def step_file() -> str | None:
+    """The file in which the launcher reads this worker's step; None if nobody does."""
+    return os.environ.get("PARALLAX_STEP_FILE") or None
+
+
 def _integer(name: str) -> int:
     try:
         return int(os.environ[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -62,6 +63,20 @@ class Config:
     ledger_steps: int = 1000
     """How many steps the ledger keeps one by one; its totals cover all."""
 
+    checkpoint_dir: str | None = None
+    """Where checkpoints are saved by themselves, on storage that all hosts share; by default the
+    folder of `parallax run --resume`, or none. Without a cadence below, every 600 seconds."""
+
+    checkpoint_steps: int | None = None
+    """Save when this many steps have passed since the last time."""
+
+    checkpoint_seconds: float | None = None
+    """Save when this many seconds have passed since the last time; with `checkpoint_steps` too,
+    whichever comes first."""
+
+    checkpoint_keep: int = 2
+    """How many of these checkpoints stay; older ones are removed."""
+
     def __post_init__(self) -> None:
         _check_patterns("routes", self.routes)
         _check_patterns("init", self.init)
@@ -75,8 +90,16 @@ class Config:
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
         for name in ("timeout_seconds", "bucket_megabytes"):
             _check_positive(name, getattr(self, name))
-        if not isinstance(self.ledger_steps, int) or self.ledger_steps < 1:
-            raise ConfigError(f"Config.ledger_steps must be at least 1, not {self.ledger_steps!r}")
+        if self.checkpoint_seconds is not None:
+            _check_positive("checkpoint_seconds", self.checkpoint_seconds)
+        if self.checkpoint_steps is not None:
+            _check_count("checkpoint_steps", self.checkpoint_steps)
+        for name in ("ledger_steps", "checkpoint_keep"):
+            _check_count(name, getattr(self, name))
+        if self.checkpoint_dir is not None and not _is_path(self.checkpoint_dir):
+            raise ConfigError(
+                f"Config.checkpoint_dir takes the path of a folder, not {self.checkpoint_dir!r}"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -120,3 +143,12 @@ def _check_patterns(field: str, patterns: object) -> None:
 def _check_positive(field: str, value: object) -> None:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ConfigError(f"Config.{field} must be a positive number, not {value!r}")
+
+
+def _check_count(field: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"Config.{field} must be a whole number of at least 1, not {value!r}")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike) and bool(os.fspath(value))

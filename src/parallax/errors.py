@@ -23,6 +23,9 @@ from __future__ import annotations
 class ParallaxError(Exception):
     """The root of the tree."""
 
+    step: int | None = None
+    """How many steps this worker had completed, where that is known."""
+
 
 class ConfigError(ParallaxError, ValueError):
     """A wrong argument, option or field."""

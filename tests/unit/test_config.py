@@ -38,6 +38,13 @@ def test_the_first_pattern_wins() -> None:
         ({"timeout_seconds": float("nan")}, "must be a positive number"),
         ({"bucket_megabytes": -1}, "must be a positive number, not -1"),
         ({"ledger_steps": 0}, "at least 1, not 0"),
+        ({"checkpoint_steps": 0}, "checkpoint_steps must be a whole number of at least 1, not 0"),
+        ({"checkpoint_steps": 2.5}, "whole number of at least 1, not 2.5"),
+        ({"checkpoint_seconds": 0}, "checkpoint_seconds must be a positive number, not 0"),
+        ({"checkpoint_keep": 0}, "checkpoint_keep must be a whole number of at least 1, not 0"),
+        ({"checkpoint_keep": True}, "at least 1, not True"),
+        ({"checkpoint_dir": ""}, "takes the path of a folder, not ''"),
+        ({"checkpoint_dir": 3}, "takes the path of a folder, not 3"),
     ],
 )
 def test_wrong_values_are_named(options: dict[str, Any], says: str) -> None:

@@ -13,8 +13,8 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "errors config init cluster analysis cost plan ledger table gradient shard exchange sparse "
-    "dense backward clip guard optim ownership placement data checkpoint session"
+    "errors config init cluster beacon analysis cost plan ledger table gradient shard exchange "
+    "sparse dense backward clip guard optim ownership placement data checkpoint session"
 ).split()
 
 

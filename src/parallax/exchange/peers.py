@@ -228,8 +228,12 @@ class Peers:
             yield
         except RuntimeError as error:
             if isinstance(error, PeerError):
+                error.step = self.step
                 raise
-            raise self._explained(error, str(where), time.monotonic() - start) from error
+            explained = self._explained(error, str(where), time.monotonic() - start)
+            if isinstance(explained, PeerError):
+                explained.step = self.step
+            raise explained from error
         finally:
             self._board.leave()
 
