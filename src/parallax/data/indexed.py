@@ -59,6 +59,9 @@ class IndexEpoch:
             self.drawn = self.order.draw(self.agreement)
         return self.order.read(self.drawn)
 
+    def draw(self) -> None:
+        self._listing  # noqa: B018 (made on first use)
+
     def shares(self) -> Iterator[list[int]]:
         """The indices that the inner loader loads on this worker, a list for each step."""
         listing = self._listing

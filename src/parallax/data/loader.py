@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterDataPipe
 
+from parallax.data.feed import Feed
 from parallax.data.indexed import IndexSource
 from parallax.data.order import Agreement, order_of, stock_batches
 from parallax.data.source import Epoch, Ready, Source
@@ -34,7 +35,7 @@ class ShardedLoader:
     generator. Randomness of torch at the start of an epoch and in loader workers is made the same.
 
     `on_batch` gets all workers' numbers of samples, in rank order, just before each batch;
-    `on_end` is called after the last.
+    `on_end` is called after the last. `feed` is told what the script asks for.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class ShardedLoader:
         split: bool,
         on_batch: Callable[[list[int]], None],
         on_end: Callable[[], None] = lambda: None,
+        feed: Feed | None = None,
     ) -> None:
         _check_loader(loader, agreement.num_workers)
         _check_alike(loader, agreement, split)
         self.epoch = 0
+        self.feed = feed or Feed()
         self._on_batch = on_batch
         self._on_end = on_end
         self._source = _source_of(loader, agreement, split)
@@ -61,6 +64,8 @@ class ShardedLoader:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
+        if self.feed.is_done():
+            return iter(())
         saved, self._saved = self._saved, None
         if self._place is not None:
             self.epoch += 1  # the epoch before was left unfinished
@@ -71,11 +76,18 @@ class ShardedLoader:
 
     def _batches(self, place: _Place, ready: Iterator[Ready], is_resumed: bool) -> Iterator[Any]:
         num_steps = 0
-        for batch, counts, consumed in ready:
-            num_steps += 1
-            place.consumed = consumed
-            self._on_batch(counts)
-            yield batch
+        self.feed.begin()
+        place.epoch.draw()
+        try:
+            while (found := self._fetched(ready)) is not None:
+                num_steps += 1
+                self.feed.hand_out()
+                place.consumed = found.consumed
+                self._on_batch(found.counts)
+                yield found.batch
+        finally:
+            if self._place is place:
+                self.feed.leave()
         self._on_end()
         if self._place is place:
             self._place = None
@@ -83,15 +95,22 @@ class ShardedLoader:
         if is_resumed and num_steps == 0:
             yield from self  # it was saved at the epoch's very end
 
+    def _fetched(self, ready: Iterator[Ready]) -> Ready | None:
+        self.feed.ask(self.epoch)
+        return next(ready, None)
+
     def state_dict(self) -> dict[str, int | Tensor]:
         """The place after the batch yielded last: integers, the same on every worker.
 
         It fits any number of workers. "order" is what the epoch's order is made of: a seed, the
-        state of a generator, or the indices where only they can tell.
+        state of a generator, or the indices where only they can tell. Of a pass that
+        the script has left and will not go on with, it is the beginning of the next.
         """
         if self._saved is not None:
             return dict(self._saved)
         place = self._place
+        if self.feed.is_over:
+            return {"epoch": self.epoch + (place is not None), "consumed": 0}
         if place is None or place.epoch.drawn is None:
             return {"epoch": self.epoch, "consumed": 0}
         if place.epoch.is_over(place.consumed):

@@ -24,6 +24,9 @@ class Epoch(Protocol):
     def drawn(self) -> Tensor | None:
         """What was agreed on; None as long as nothing was."""
 
+    def draw(self) -> None:
+        """Agree on the order, if that is yet to be done; before a sample is read."""
+
     def is_over(self, consumed: int) -> bool: ...
 
 

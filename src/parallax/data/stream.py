@@ -89,6 +89,8 @@ class StreamSource:
 class StreamEpoch:
     drawn: Tensor
 
+    def draw(self) -> None: ...
+
     def is_over(self, consumed: int) -> bool:
         return False  # only reading on would tell
 
