@@ -82,6 +82,12 @@ class Backward:
         self.count = 0
         """Reductions so far."""
         self.buffers_changed = False
+        self.call: Callable[[], bool] = lambda: False
+        """Whether this worker calls all to a checkpoint after this step."""
+        self.called = False
+        """Whether any worker has; all learn it in the same reduction."""
+        self.before_reduction: Callable[[], None] = lambda: None
+        """Called when the gradients of all workers begin to come together."""
         self._peers = peers
         self._weight = weight
         self._names = names
@@ -98,7 +104,7 @@ class Backward:
             self._active = True
             self._scale = self._weight.scale()
             if self._syncs:
-                self.dense.arm()
+                self._arm()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return self._scale
 
@@ -117,8 +123,12 @@ class Backward:
             self._active = False
             self._unsynced = True
         if self._unsynced or self.count == seen:
-            self.dense.arm()
+            self._arm()
             self._reduce()
+
+    def _arm(self) -> None:
+        self.before_reduction()
+        self.dense.arm()
 
     def _end(self) -> None:
         """Called by autograd when the backward has run."""
@@ -141,7 +151,7 @@ class Backward:
         operation = self._peers.operation(Verb.REDUCTION, REDUCTION)
         parcels = [table.parcel() for table in self.tables.values()]
         push, flags = announce_push(
-            self._peers, operation, parcels, [*had, *whole, self._buffers_touched()]
+            self._peers, operation, parcels, [*had, *whole, self._buffers_touched(), self.call()]
         )
         used = {name for name, flag in zip(self._names, flags, strict=False) if flag}
         self.observed(used, set(itertools.compress(self._names, flags[len(self._names) :])))
@@ -149,7 +159,8 @@ class Backward:
         self.dense.wait()
         self.dense.forget([n for n, h in zip(self._names, had, strict=True) if not h | (n in used)])
         self.dense.reduce_strays(used, self._dense_rows(parcels, used))
-        self.buffers_changed |= flags[-1]
+        self.buffers_changed |= flags[-2]
+        self.called |= flags[-1]
         self._unsynced = False
         self.count += 1
 

@@ -714,7 +714,8 @@ def load_into_others(path: Path) -> list[tuple[str, bool]]:
         model = make_model()
         optimizers = make_optimizers(model)
         with parallax.parallelize(model, optimizers) as session:
-            session.shard(DataLoader(range(11), batch_size=1, shuffle=True))
+            loader = session.shard(DataLoader(range(11), batch_size=1, shuffle=True))
+            assert loader.epoch == 0
             before = fingerprint(session, optimizers)
             with pytest.raises(CheckpointError) as caught:
                 session.load(path)

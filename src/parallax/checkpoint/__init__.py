@@ -13,12 +13,37 @@ reads from all parts the rows that it owns now. Nothing is unpickled but tensors
     restorer   ── load()                                 exporter  ── export()
     generators ── the states of random generators        plain     ── values that can be read again
     together   ── all workers do a thing, or none goes on
+
+Beside a script's own `save` and `load`, a session saves by itself and goes on by itself:
+
+    schedule   ── when a save is due                     folder    ── the checkpoints of a training
+    autosave   ── at which moment it is made             newest    ── the one to go on from
+    attached   ── schedulers and what else a script has
 """
 
+from parallax.checkpoint.attached import Attached
+from parallax.checkpoint.autosave import Autosave
 from parallax.checkpoint.contents import Contents, Restored
 from parallax.checkpoint.exporter import Exported, export
+from parallax.checkpoint.folder import Folder
+from parallax.checkpoint.newest import load_newest
 from parallax.checkpoint.restorer import load
+from parallax.checkpoint.schedule import Schedule
 from parallax.checkpoint.together import LOADING, SAVING
 from parallax.checkpoint.writer import save
 
-__all__ = ["LOADING", "SAVING", "Contents", "Exported", "Restored", "export", "load", "save"]
+__all__ = [
+    "LOADING",
+    "SAVING",
+    "Attached",
+    "Autosave",
+    "Contents",
+    "Exported",
+    "Folder",
+    "Restored",
+    "Schedule",
+    "export",
+    "load",
+    "load_newest",
+    "save",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,20 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallax.checkpoint import generators
+from parallax.checkpoint.attached import Attached
 from parallax.checkpoint.plain import plain
 from parallax.data import ShardedLoader
 from parallax.sparse import TableRows
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What has gone on since the moment that a checkpoint is of, as it was then."""
+
+    random: dict[str, Any]
+    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Only those that have."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,9 @@ class Contents:
     """Those that lie in shards, by the parameter's id."""
     loaders: Sequence[ShardedLoader]
     step: int
+    epoch: int
+    attached: Attached
+    earlier: Earlier | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -33,6 +48,15 @@ class Contents:
     @property
     def buffers(self) -> dict[str, Tensor]:
         return dict(self.model.named_buffers())
+
+    @property
+    def buffers_then(self) -> dict[str, Tensor]:
+        """As they were at the moment that the checkpoint is of."""
+        return {**self.buffers, **(self.earlier.buffers if self.earlier else {})}
+
+    @property
+    def random_then(self) -> dict[str, Any]:
+        return self.earlier.random if self.earlier else generators.states()
 
     @property
     def keys(self) -> dict[str, str]:
@@ -75,4 +99,12 @@ class Restored:
     """What the session itself must take over from a checkpoint."""
 
     step: int
+    num_workers: int
+    """At which it was saved."""
     loaders: list[dict[str, Any]]
+    left: list[int]
+    """Which of them the script had left in the epoch."""
+    epoch: int
+    attached: dict[str, Any]
+    options: list[list[dict[str, Any]]]
+    """The hyper-parameters of each optimizer's groups."""

@@ -19,6 +19,7 @@ _NAME = "manifest.json"
 _FORMAT = "parallax-checkpoint"
 _VERSION = 1
 _FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
+_FILE = re.compile(r"dense\.pt|part-\d{5,}-of-\d{5,}\.pt")
 
 
 def part_name(rank: int, num_workers: int) -> str:
@@ -27,6 +28,34 @@ def part_name(rank: int, num_workers: int) -> str:
 
 def folder_name(step: int, token: int) -> str:
     return f"step-{step:08d}-{token:016x}"
+
+
+def has_manifest(path: Path) -> bool:
+    return (path / _NAME).is_file()
+
+
+def made_by_save(path: Path) -> list[Path]:
+    """All that lies in a folder, in the order to remove it; nothing if any of it is not ours."""
+    manifests: list[Path] = []
+    folders: list[Path] = []
+    files: list[Path] = []
+    for each in path.iterdir():
+        if each.is_symlink():
+            return []
+        if each.name in (_NAME, f".{_NAME}.new") and each.is_file():
+            manifests.append(each)
+        elif _FOLDER.fullmatch(each.name) and each.is_dir():
+            folders.append(each)
+            files += each.iterdir()
+        else:
+            return []
+    if not all(_FILE.fullmatch(each.name) and each.is_file() for each in files):
+        return []
+    try:
+        current_folder(path)
+    except CheckpointError:
+        return []
+    return [*manifests, *files, *folders]
 
 
 def folders_in(path: Path) -> list[Path]:

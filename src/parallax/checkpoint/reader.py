@@ -25,7 +25,7 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.manifest = Manifest.read(path)
-        self._path = path
+        self.path = path
         self._folder = path / self.manifest.folder
         for name, record in self.manifest.files.items():
             self._check_size(name, record.size_bytes)
@@ -97,7 +97,7 @@ class Reader:
 
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(
-            f"checkpoint {str(self._path)!r} is damaged: {how}. Use another checkpoint"
+            f"checkpoint {str(self.path)!r} is damaged: {how}. Use another checkpoint"
         )
 
 

@@ -22,15 +22,45 @@ from parallax.sparse import TableRows
 
 def load(path: Path, contents: Contents, peers: Peers) -> Restored:
     """Collective. Nothing is changed before every file is verified and every worker agrees."""
-    where = f"loading the checkpoint {str(path)!r}"
     meet(peers, LOADING)
+    reader = opened(path, peers)
+    verify(reader, peers)
+    return restore(reader, contents, peers)
+
+
+def opened(path: Path, peers: Peers) -> Reader:
+    """A checkpoint that every worker sees. Collective."""
+    where = _where(path)
     reader = together(peers, where, lambda: Reader(path))
     _check_same(reader, peers, where)
+    return reader
+
+
+def verify(reader: Reader, peers: Peers) -> None:
+    """Each worker reads some of the files. Collective."""
     mine = list(reader.manifest.files)[peers.rank :: peers.num_workers]
-    together(peers, where, lambda: reader.verify(mine))
+    together(peers, _where(reader.path), lambda: reader.verify(mine))
+
+
+def restore(reader: Reader, contents: Contents, peers: Peers) -> Restored:
+    """Put a verified checkpoint into the session. Collective."""
+    where = _where(reader.path)
     together(peers, where, lambda: _open_fitting(reader, contents))
     together(peers, where, lambda: _restore(reader, contents, peers.rank))
-    return Restored(reader.manifest.step, owned(reader.dense["loaders"]))
+    dense = reader.dense
+    return Restored(
+        step=reader.manifest.step,
+        num_workers=reader.manifest.num_workers,
+        loaders=owned(dense["loaders"]),
+        left=dense.get("left", []),
+        epoch=dense.get("epoch", 0),
+        attached=owned(dense.get("attached", {})),
+        options=[[owned(g["options"]) for g in each["groups"]] for each in dense["optimizers"]],
+    )
+
+
+def _where(path: Path) -> str:
+    return f"loading the checkpoint {str(path)!r}"
 
 
 def _check_same(reader: Reader, peers: Peers, where: str) -> None:

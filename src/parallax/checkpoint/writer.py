@@ -11,7 +11,6 @@ from typing import IO, Any, cast
 import torch
 from torch import nn
 
-from parallax.checkpoint import generators
 from parallax.checkpoint.contents import Contents
 from parallax.checkpoint.manifest import (
     DENSE,
@@ -141,7 +140,7 @@ def _part(contents: Contents) -> dict[str, Any]:
     return {
         "rows": {name: contents.tables[id(p)].shard for name, p in sharded.items()},
         "state": {name: _state(contents, p, by_row=True) for name, p in sharded.items()},
-        "random": generators.states(),
+        "random": contents.random_then,
     }
 
 
@@ -149,10 +148,13 @@ def _dense(contents: Contents) -> dict[str, Any]:
     parameters, tables = contents.parameters, contents.tables
     return {
         "parameters": {n: p.detach() for n, p in parameters.items() if id(p) not in tables},
-        "buffers": {n: plain(b, f"buffer {n!r}") for n, b in contents.buffers.items()},
+        "buffers": {n: plain(b, f"buffer {n!r}") for n, b in contents.buffers_then.items()},
         "state": {name: _state(contents, p, by_row=False) for name, p in parameters.items()},
         "optimizers": [contents.options(each) for each in contents.optimizers],
         "loaders": [loader.state_dict() for loader in contents.loaders],
+        "left": [i for i, loader in enumerate(contents.loaders) if loader.feed.is_left],
+        "epoch": contents.epoch,
+        "attached": contents.attached.states(),
         "keys": contents.keys,
         "extra": contents.extra,
     }
