@@ -31,9 +31,13 @@ class Serving:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def join(self) -> None:
         self._thread.join(20)
-        assert not self._thread.is_alive()
+        assert self.has_ended
 
     def _run(self) -> None:
         try:
@@ -142,6 +146,37 @@ def test_the_rates_are_what_the_receiver_counted() -> None:
     assert link.receive_bytes_per_second < ((3 << 20) - 1) / 0.1
 
 
+def test_the_start_is_not_counted() -> None:
+    counted = []
+
+    class Counting(Connection):
+        def __init__(self) -> None: ...
+
+        def receive(self, num_bytes: int) -> bytes:
+            return bytes(num_bytes)
+
+        def count(self, most_bytes: int, seconds: float) -> tuple[int, float]:
+            counted.append((most_bytes, seconds))
+            return len(counted), seconds
+
+    assert links._count(Counting(), 0.5, 4 << 20) == (2, 0.5)
+    assert links._count(Counting(), 10.0, 4 << 20) == (4, 10.0)
+    rest = (3 << 20) - 1
+    assert counted == [(1 << 20, 0.125), (rest, 0.5), (1 << 20, 0.25), (rest, 10.0)]
+
+
+def test_a_listener_leaves_the_closing_to_the_one_that_waits_for_its_count() -> None:
+    with served() as (port, serving):
+        connected = socket.create_connection(("127.0.0.1", port))
+        with Connection(connected, Deadline(5)) as connection:
+            connection.introduce(TOKEN, struct.pack("!cdQ", b">", 0.1, 1 << 20))
+            connection.flood(1 << 20)
+            connection.receive(16)
+            time.sleep(0.1)
+            assert not serving.has_ended
+    assert serving.error is None
+
+
 def test_both_sides_stay_within_the_bytes() -> None:
     with connected_pair() as (sender, receiver):
         serving = Serving(lambda: sender.flood(3_000_000))
@@ -180,6 +215,23 @@ def test_waits_end_at_the_deadline() -> None:
         with pytest.raises(TimeoutError):
             one.flood(1 << 40)
         assert one.count(1, 10.0)[0] == 0
+
+
+def test_a_part_of_a_wait_does_not_outlast_the_whole() -> None:
+    assert 4 < Deadline(5).within(100).left() <= 5
+    assert 4 < Deadline(100).within(5).left() <= 5
+    with pytest.raises(TimeoutError):
+        Deadline(0).within(5).left()
+
+
+def test_closing_drops_what_was_not_sent() -> None:
+    with connected_pair() as (sender, receiver):
+        with contextlib.suppress(TimeoutError):
+            sender.deadline = Deadline(0.05)
+            sender.flood(1 << 40)
+        sender.__exit__()
+        with pytest.raises(ConnectionResetError):
+            receiver.count(1 << 40, 5.0)
 
 
 def test_another_token_is_refused(hurried: None) -> None:
@@ -300,9 +352,16 @@ def test_a_connection_that_is_closed_in_the_middle(
 
 
 def test_something_else_that_listens() -> None:
+    heard = []
+
+    def behave(connected: socket.socket) -> None:
+        connected.sendall(b"SSH-2.0-x\r\n" * 9)
+        heard.append(connected.recv(1000))
+
     foreign = pytest.raises(LinkError, match="something else than this check answers there")
-    with pretending(lambda connected: connected.sendall(b"SSH-2.0-x\r\n" * 9)) as port, foreign:
+    with pretending(behave) as port, foreign:
         measure("127.0.0.1", port, TOKEN)
+    assert heard in ([], [b""])  # it is told nothing
 
 
 @pytest.mark.parametrize("result", [(0, 1.0), (5, 0.0), (5, float("nan")), (5, float("inf"))])
@@ -328,8 +387,10 @@ def test_nobody_answers(hurried: None) -> None:
             waiting.setblocking(False)
             waiting.connect_ex(server.getsockname())
         port = server.getsockname()[1]
+        start = time.monotonic()
         with pytest.raises(LinkError, match=rf"no answer from 127.0.0.1 port {port} .* firewall"):
-            measure("127.0.0.1", port, TOKEN)
+            measure("127.0.0.1", port, TOKEN, seconds=10.0)
+        assert time.monotonic() - start < 5  # the bound is 0.3 s
 
 
 def test_a_listener_gives_up_on_one_that_breaks_off(hurried: None) -> None:
