@@ -46,6 +46,7 @@ def test_more_columns_than_fit_are_cut_off() -> None:
     titles = [f"title-{i:02d}" for i in range(20)]
     lines = in_columns(titles, [["x" * 30] * 20]).split("\n")
     assert [len(line) for line in lines] == [WIDTH, WIDTH]
+    assert lines[1].startswith("xxxx…xxx  xxxx…xxx  ")
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:

@@ -47,6 +47,14 @@ def test_the_launcher_leaves_torch_to_the_agent() -> None:
         assert "torch" not in names or file.name in ("agent.py", "rendezvous.py"), file
 
 
+def test_a_check_of_hosts_does_not_import_torch() -> None:
+    """Also not by way of another module: it runs where torch may be missing."""
+    modules = "hosts links measured readiness report".split()
+    imports = "; ".join(f"import parallax.launch.{module}" for module in modules)
+    code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def _top_level_imports(file: Path) -> list[str]:
     found = []
     for node in ast.parse(file.read_text()).body:

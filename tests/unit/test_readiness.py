@@ -128,7 +128,7 @@ def test_links_that_are_much_slower_than_the_usual_one() -> None:
         "b and c have 10% of the usual rate between them",
         "a and c have 49% of the usual rate between them",
     ]
-    assert judge(hosts, {**links, **dict.fromkeys(links, Link(1e-4, 5.1e8, 1e9))}).warnings == ()
+    assert judge(hosts, {**all_pairs("abcd"), ("a", "c"): Link(1e-4, 5.1e8, 1e9)}).warnings == ()
 
 
 def test_one_sentence_for_a_host_of_which_every_link_is_slow() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
+
 from parallax.launch.links import Link
 from parallax.launch.readiness import HostFacts
 from parallax.launch.report import report
@@ -119,11 +121,23 @@ def test_many_hosts_are_summed_up() -> None:
     assert "\n0 of 66 pairs of hosts are connected\n" in report(hosts, links)
 
 
-def test_names_stay_whole_where_they_would_be_unclear() -> None:
-    for names in (["a.one.example.domain", "a.two.example.domain"], ["10.1.1.1", "node.x"]):
-        hosts = [HostFacts(name=f"{name}-is-long", error="down") for name in names]
-        rows = report(hosts, {}).split("\n")
-        assert [row.split()[0] for row in rows[1:3]] == [host.name for host in hosts]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["node1.example", "node2.example"],  # short enough
+        ["a.one-domain.example.com", "a.two-domain.example.com"],
+        ["10.0.0.1", "node2.with-a-domain.example.com"],
+    ],
+)
+def test_names_stay_whole_where_they_can_or_must(names: list[str]) -> None:
+    rows = report([HostFacts(name=name, error="down") for name in names], {}).split("\n")
+    assert [row.split()[0] for row in rows[1:3]] == names
+
+
+def test_a_name_in_a_sentence_can_be_copied() -> None:
+    name = "-".join(["node"] * 18)
+    text = report([HostFacts(name="node1", error=f"it does not know the host {name}")], {})
+    assert f"\n    {name}.\n" in text
 
 
 def test_a_long_list_of_problems_is_cut() -> None:

@@ -77,9 +77,7 @@ def read(hosts: Sequence[Host], environ: Mapping[str, str]) -> Measured | None:
     """What was kept for these hosts, in whatever order; None where nothing usable is."""
     try:
         with open(path_of(hosts, environ), "rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        if len(data) > _MAX_FILE_BYTES:
-            return None
+            data = file.read(_MAX_FILE_BYTES)
         return _parsed(json.loads(data), hosts)
     # Whatever may be wrong with the bytes: KeyError and TypeError are another shape of JSON.
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -118,7 +116,7 @@ def _parsed(value: Any, hosts: Sequence[Host]) -> Measured | None:
 
 
 def _positive(number: Any) -> float:
-    if not isinstance(number, int | float) or not 0 < number < math.inf:
+    if not 0 < number < math.inf:
         raise ValueError(f"not a positive number: {number!r}")
     return float(number)
 
