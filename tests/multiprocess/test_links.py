@@ -18,14 +18,14 @@ ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 LISTEN = """
 import sys
-from parallax.launch.links import Listener
+from parallax.launch.check.links import Listener
 with Listener(sys.argv[1]) as listener:
     print(listener.port, flush=True)
     listener.serve(b"t" * 16, timeout_seconds=20)
 """
 MEASURE = """
 import dataclasses, json, sys
-from parallax.launch.links import measure
+from parallax.launch.check.links import measure
 link = measure(sys.argv[1], int(sys.argv[2]), b"t" * 16)
 print(json.dumps(dataclasses.asdict(link)))
 """

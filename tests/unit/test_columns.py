@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parallax.launch.columns import WIDTH, in_columns, printable
+from parallax.launch.check.columns import WIDTH, in_columns, printable
 
 
 def test_columns_are_as_wide_as_they_need_to_be() -> None:

@@ -10,7 +10,7 @@ import pytest
 from parallax.errors import PeerError, WaitTimeoutError
 from parallax.launch import failure
 from parallax.launch.failure import Failure
-from parallax.launch.rundir import RunDirectory
+from parallax.launch.host.rundir import RunDirectory
 
 
 def caught(error: BaseException, cause: BaseException | None = None) -> BaseException:

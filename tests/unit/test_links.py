@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from parallax.errors import ConfigError, LinkError
-from parallax.launch import links
-from parallax.launch.tcp import Connection, Deadline, EndedError
-from parallax.launch.links import Link, Listener, clock_offset, measure, rounds
+from parallax.launch.check import links
+from parallax.launch.check.links import Link, Listener, clock_offset, measure, rounds
+from parallax.launch.check.tcp import Connection, Deadline, EndedError
 
 TOKEN = os.urandom(32)
 SMALL = {"seconds": 0.05, "max_bytes": 4 << 20}

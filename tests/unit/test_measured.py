@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from parallax.launch import measured
+from parallax.launch.check import measured
+from parallax.launch.check.links import Link
 from parallax.launch.hosts import Host
-from parallax.launch.links import Link
 
 HOSTS = (Host(name="node1", address="10.0.0.1"), Host(name="node2"), Host(name="node3"))
 LINKS: dict[tuple[str, str], Link | str] = {

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from parallax.launch.links import Link
-from parallax.launch.readiness import HostFacts, judge, pairs_of
+from parallax.launch.check.links import Link
+from parallax.launch.check.readiness import HostFacts, judge, pairs_of
 
 FAST, SLOW = Link(1e-4, 1e9, 1e9), Link(1e-4, 1e9, 4.9e8)
 

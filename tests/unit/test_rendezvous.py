@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from parallax.launch.rendezvous import SignedBackend
+from parallax.launch.host.rendezvous import SignedBackend
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from parallax.launch.links import Link
-from parallax.launch.readiness import HostFacts
-from parallax.launch.report import report
+from parallax.launch.check.links import Link
+from parallax.launch.check.readiness import HostFacts
+from parallax.launch.check.report import report
 
 GIGABIT = 1e9 / 8
 

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 
 from parallax.launch import failure
 from parallax.launch.channel import wait
-from parallax.launch.connection import LAPSE_SECONDS, Connection
+from parallax.launch.connection import Connection, spec_of
 from parallax.launch.failure import Failure
-from parallax.launch.hosts import Host, is_local
+from parallax.launch.hosts import is_local
 from parallax.launch.interface import is_loopback, source_towards
 from parallax.launch.interrupt import Interrupts
-from parallax.launch.job import HostSpec, Job
+from parallax.launch.job import Job
 from parallax.launch.output import Screen
 from parallax.launch.status import Status
 from parallax.launch.streams import Streams
@@ -75,7 +75,15 @@ class Attempt:
         """Connect to every host, and go on with those that are ready."""
         job = self._job
         for host, num_workers in zip(job.hosts, job.num_workers, strict=True):
-            spec = _spec(job, host, num_workers)
+            spec = spec_of(
+                host,
+                job.interface,
+                num_workers=num_workers,
+                program=asdict(job.program),
+                devices=host.devices,
+                resume=job.resume,
+                columns=job.columns,
+            )
             has_name = not job.is_local
             self._connections.append(Connection(host, spec, job.ssh_config, has_name=has_name))
         self._pump_until(lambda: all(c.facts or c.is_over for c in self._connections))
@@ -249,21 +257,6 @@ class Attempt:
         self._streams.finish()
         for record in (record for c in self._connections for record in c.records):
             self._streams.log(record.rank, record.traceback)
-
-
-def _spec(job: Job, host: Host, num_workers: int) -> HostSpec:
-    return HostSpec(
-        num_workers=num_workers,
-        program=asdict(job.program),
-        directory=host.directory or (None if is_local(host) else os.getcwd()),
-        environment=dict(host.environment),
-        address=host.address,
-        interface=host.interface or job.interface,
-        devices=host.devices,
-        resume=job.resume,
-        columns=job.columns,
-        lapse_seconds=None if is_local(host) else LAPSE_SECONDS,
-    )
 
 
 def _problem(connection: Connection, job: Job) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from parallax.launch.rundir import STREAMS, Stream
+from parallax.launch.host.rundir import STREAMS, Stream
 
 _HEADER = struct.Struct(">BI")
 _SOURCE = struct.Struct(">HB")

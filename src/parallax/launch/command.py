@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from parallax.errors import ConfigError, ParallaxError
 from parallax.launch import launcher
+from parallax.launch.check.survey import check
 from parallax.launch.hosts import Host, read_hosts, workers_of
 from parallax.launch.job import Job, Kind, Program
 
@@ -47,6 +48,13 @@ environment, as under torchrun. OMP_NUM_THREADS is set to each worker's share of
 host's cores unless it is set already. Standard input is empty.
 """
 
+_CHECK_DESCRIPTION = """\
+Reach every host, compare the versions of python, torch and parallax, the clocks and free
+ports, and measure latency and bandwidth between each pair: less than 2 s and 128 MB a
+pair, several pairs at a time. Ends with what is wrong and what to do, and with exit code
+0 if a job can start. The rates are kept for the planner.
+"""
+
 _OPTIONS_WITH_VALUE = (
     "-n", "--workers", "--hosts", "--log-dir", "--max-restarts", "--resume", "--interface",
     "--port", "--ssh-config",
@@ -70,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "export":
             return _export(options.checkpoint_dir, options.out)
+        if options.command == "check":
+            return _check(options)
         return _run(options, script)
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -84,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"parallax {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_check(commands)
     _add_export(commands)
     return parser
 
@@ -128,20 +139,37 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "hosts must share it",
     )
     run.add_argument(
-        "--interface",
-        metavar="NAME",
-        help="the network interface that the hosts talk over (default: where ssh comes in)",
-    )
-    run.add_argument(
         "--port",
         type=_port,
         default=0,
         metavar="P",
         help="the port of the first host where the others meet it (default: any that is free)",
     )
-    run.add_argument("--ssh-config", metavar="FILE", help="a configuration file for ssh")
+    _add_ways(run)
     # `_split` takes it away with all that follows; it stands here for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m`")
+
+
+def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="see whether hosts are ready to train together, and how fast their links are",
+        description=_CHECK_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    check.add_argument("--hosts", metavar="FILE", required=True, help="the hosts to look at")
+    _add_ways(check)
+
+
+def _add_ways(parser: argparse.ArgumentParser) -> None:
+    """How hosts are reached, and how they reach each other."""
+    parser.add_argument(
+        "--interface",
+        metavar="NAME",
+        help="the network interface that the hosts talk over (default: where ssh comes in)",
+    )
+    parser.add_argument("--ssh-config", metavar="FILE", help="a configuration file for ssh")
 
 
 def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -226,6 +254,15 @@ def _columns(host: str) -> int | None:
     if not sys.stderr.isatty():
         return None
     return max(20, shutil.get_terminal_size().columns - len(f"[{host} worker 00] "))
+
+
+def _check(options: argparse.Namespace) -> int:
+    try:
+        return check(read_hosts(options.hosts), options.interface, options.ssh_config)
+    except ConfigError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(str(error), code=1)
 
 
 def _export(checkpoint_dir: str, out: str) -> int:

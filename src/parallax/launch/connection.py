@@ -11,12 +11,12 @@ from typing import Any
 
 from parallax.launch import failure, ssh
 from parallax.launch.channel import Channel, Message, Output
-from parallax.launch.facts import Facts, version_of
 from parallax.launch.failure import Failure
+from parallax.launch.host.facts import Facts, version_of
 from parallax.launch.hosts import Host, is_local
 from parallax.launch.job import HostSpec
 
-LAPSE_SECONDS = 7.0
+_LAPSE_SECONDS = 7.0
 """A host that hears nothing from the launcher for so long ends its part of the job."""
 _LOST_SECONDS = 8.0
 """A host that was not heard of for so long is lost; by then it has ended its part by itself."""
@@ -24,6 +24,18 @@ _READY_SECONDS = 30.0
 _EXIT_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 _STDERR_BYTES = 1 << 16
+
+
+def spec_of(host: Host, interface: str | None, **values: Any) -> HostSpec:
+    """What the host is told of itself, and the values of a job beside it."""
+    return HostSpec(
+        directory=host.directory or (None if is_local(host) else os.getcwd()),
+        environment=dict(host.environment),
+        address=host.address,
+        interface=host.interface or interface,
+        lapse_seconds=None if is_local(host) else _LAPSE_SECONDS,
+        **values,
+    )
 
 
 class Connection:
@@ -41,6 +53,8 @@ class Connection:
         """What it says of itself, when it is ready."""
         self.listening_port: int | None = None
         self.steps: list[int | None] = []
+        self.answers: list[Message] = []
+        """What it said to `ask`, since this was cleared."""
         self.ended: dict[str, Any] | None = None
         """How its workers ended, when they have."""
         self.problem: str | None = None
@@ -102,6 +116,8 @@ class Connection:
                 self.steps = steps
             case {"ended": report}:
                 self.ended, self.steps = report, report["steps"]
+            case _:
+                self.answers.append(message)
 
     def _read_stderr(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -143,19 +159,23 @@ class Connection:
 
     # What goes ----------------------------------------------------------------------------
 
+    def ask(self, what: str, **values: Any) -> None:
+        """Have it do something; `answers` will tell."""
+        self.channel.send({"do": what, **values})
+
     def listen(self, address: str, port: int) -> None:
         """Have it open the meeting point; `listening_port` will tell."""
-        self.channel.send({"do": "listen", "address": address, "port": port})
+        self.ask("listen", address=address, port=port)
 
     def start(self, agent: dict[str, Any]) -> None:
         self._is_started = True
-        self.channel.send({"do": "start", "agent": agent})
+        self.ask("start", agent=agent)
 
     def stop(self, *, at_once: bool = False) -> None:
         """Ask it to end its workers."""
         self.is_stopped = True
         if not self.is_over:
-            self.channel.send({"do": "kill" if at_once else "stop"})
+            self.ask("kill" if at_once else "stop")
 
     def close(self, timeout_seconds: float) -> None:
         """Let go: the host process ends when its input does."""

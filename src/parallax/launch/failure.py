@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 
 from parallax.errors import PeerError
-from parallax.launch.rundir import RunDirectory, read_json, write_json
+from parallax.launch.host.rundir import RunDirectory, read_json, write_json
 
 # The agent sees the end of a worker up to a poll later than it happened, and notes whole
 # seconds; a peer can report the broken connection before that. So a death has a head start.

@@ -23,7 +23,7 @@ class Program:
 
     def worker_command(self) -> list[str]:
         """What the agent starts, once for each worker."""
-        return python("parallax.launch.worker", self.kind, self.name, *self.arguments)
+        return python("parallax.launch.host.worker", self.kind, self.name, *self.arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import TextIO
 
-from parallax.launch.rundir import Stream
+from parallax.launch.host.rundir import Stream
 
 # A program that never ends its line must not fill the launcher's memory.
 _LONGEST_LINE = 1 << 20

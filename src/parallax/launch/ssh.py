@@ -22,7 +22,7 @@ _BOOTSTRAP = (
     'spec = json.loads(open(0, "rb", buffering=0, closefd=False).readline()); '
     'os.environ.update(spec["environment"]); '
     'sys.path[:0] = filter(None, spec["environment"].get("PYTHONPATH", "").split(os.pathsep)); '
-    "from parallax.launch.host import main; sys.exit(main(spec))"
+    "from parallax.launch.host.process import main; sys.exit(main(spec))"
 )
 
 # What ssh or the remote shell says → what to do about it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
+from parallax.launch.host.rundir import Stream
 from parallax.launch.output import Lines, Screen
-from parallax.launch.rundir import Stream
 
 
 class Streams:

@@ -8,16 +8,20 @@ import importlib.util
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
+from parallax.launch.host.supervisor import num_cores
 from parallax.launch.interface import address_of, addresses, interface_of, is_loopback, resolve
 from parallax.launch.job import HostSpec, Program
-from parallax.launch.supervisor import num_cores
 
 _SSH_CONNECTION = "SSH_CONNECTION"
 _LOOPBACK = "127.0.0.1"
+_GPU_SECONDS = 5.0
+_PORT_RANGE = "/proc/sys/net/ipv4/ip_local_port_range"
+_TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 class RefusalError(Exception):
@@ -37,6 +41,9 @@ class Facts:
     num_cores: int
     time_seconds: float
     script_digest: str | None = None
+    interface: str | None = None
+    gpus: tuple[str, ...] = ()
+    num_free_ports: int | None = None
 
 
 def gather(spec: HostSpec) -> Facts:
@@ -44,15 +51,20 @@ def gather(spec: HostSpec) -> Facts:
     torch_version = version_of("torch")
     if spec.program is not None and torch_version is None:
         raise RefusalError(f"{sys.executable} has no PyTorch: install torch, or use another python")
+    address = _address(spec)
     return Facts(
         hostname=socket.gethostname(),
         python=platform.python_version(),
         torch=torch_version,
         parallax=version_of("parallax-torch") or "unknown",
-        address=_address(spec),
+        address=address,
+        interface=interface_of(address),
         num_cores=num_cores(),
         time_seconds=time.time(),
         script_digest=_script_digest(spec),
+        # Only a check waits for these.
+        gpus=_gpus() if spec.program is None else (),
+        num_free_ports=_num_free_ports() if spec.program is None else None,
     )
 
 
@@ -128,3 +140,29 @@ def _script_digest(spec: HostSpec) -> str | None:
             return hashlib.sha256(file.read()).hexdigest()
     except OSError as error:
         raise RefusalError(f"cannot read the script {program.name!r}: {error.strerror}") from None
+
+
+def _gpus() -> tuple[str, ...]:
+    """Their names, as the driver's own tool tells them."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(done.stdout.split("\n")[:-1]) if done.returncode == 0 else ()
+
+
+def _num_free_ports() -> int | None:
+    """Of those that the kernel gives to workers that ask for any."""
+    try:
+        with open(_PORT_RANGE, encoding="ascii") as file:
+            first, last = map(int, file.read().split())
+        used = set()
+        for table in _TCP_TABLES:
+            with open(table, encoding="ascii") as file:
+                used |= {
+                    int(line.split()[1].rpartition(":")[2], 16) for line in file.readlines()[1:]
+                }
+    except OSError:
+        return None
+    return last - first + 1 - sum(first <= port <= last for port in used)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parallax.errors import ConfigError, LinkError
-from parallax.launch.tcp import Connection, Deadline, EndedError, ForeignError
+from parallax.launch.check.tcp import Connection, Deadline, EndedError, ForeignError
 
 _REQUEST = struct.Struct("!cdQ")
 """What the connection is for, and the seconds and bytes of the measurement."""

@@ -7,11 +7,12 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parallax.launch.links import Link
+from parallax.launch.check.links import Link
 
 _MOST_NAMED = 5
 _MAX_SKEW_SECONDS = 1.0
 _SLOW = 0.5
+_FEW_PORTS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class HostFacts:
     num_cores: int | None = None
     gpus: tuple[str, ...] = ()
     """The name of each."""
+    num_free_ports: int | None = None
+    """Of those that the kernel gives to who asks for any."""
     clock_offset_seconds: float | None = None
     """How far its clock is ahead of the one where the check was started."""
     clock_uncertainty_seconds: float = 0.0
@@ -71,6 +74,7 @@ def judge(hosts: Sequence[HostFacts], links: Links) -> Readiness:
             *_different_builds(up),
             *_different("Python", {host.name: _minor(host.python) for host in up}),
             *_without_gpus(up),
+            *_short_of_ports(up),
             *_skewed(up),
             *_slow(pairs_of(hosts, links)),
         ),
@@ -137,6 +141,15 @@ def _without_gpus(hosts: Sequence[HostFacts]) -> Iterator[str]:
             f"{_listed(names)}: no GPU there, though other hosts have some; see what `nvidia-smi` "
             "says, or leave the host out."
         )
+
+
+def _short_of_ports(hosts: Sequence[HostFacts]) -> Iterator[str]:
+    for host in hosts:
+        if host.num_free_ports is not None and host.num_free_ports < _FEW_PORTS:
+            yield (
+                f"{host.name}: only {host.num_free_ports} ports are free for workers; end what "
+                "holds the others, or widen net.ipv4.ip_local_port_range there."
+            )
 
 
 def _skewed(hosts: Sequence[HostFacts]) -> Iterator[str]:

@@ -14,9 +14,9 @@ from dataclasses import asdict
 from typing import Any
 
 from parallax.launch import failure
+from parallax.launch.host.lifeline import PARENT_PID
+from parallax.launch.host.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 from parallax.launch.job import AgentSpec, python
-from parallax.launch.lifeline import PARENT_PID
-from parallax.launch.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 
 _STOP_SECONDS = 7.0
 # How long a worker that has recorded its failure may take to end (exit handlers, threads).
@@ -47,7 +47,7 @@ class Supervisor:
     ) -> subprocess.Popen[bytes]:
         with open(self._directory.agent_log, "wb") as log:
             return subprocess.Popen(
-                python("parallax.launch.agent"),
+                python("parallax.launch.host.agent"),
                 env={
                     **environ,
                     RUN_DIRECTORY: self._directory.path,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from parallax.launch.channel import Output
-from parallax.launch.rundir import STREAMS, RunDirectory, Stream
+from parallax.launch.host.rundir import STREAMS, RunDirectory, Stream
 
 _CHUNK_BYTES = 1 << 16
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from parallax.launch.host.lifeline import PARENT_PID, die_with_parent
+from parallax.launch.host.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 from parallax.launch.job import AgentSpec, Program
-from parallax.launch.lifeline import PARENT_PID, die_with_parent
-from parallax.launch.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 
 _MONITOR_SECONDS = 0.1
 _JOIN_SECONDS = 120
@@ -31,7 +31,7 @@ def _launch(spec: AgentSpec, directory: RunDirectory) -> list[dict[str, Any]]:
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from parallax.launch.rendezvous import BACKEND, HostsRendezvous
+    from parallax.launch.host.rendezvous import BACKEND, HostsRendezvous
 
     rendezvous_handler_registry.register(BACKEND, HostsRendezvous)
     config = LaunchConfig(

@@ -15,17 +15,19 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from parallax.launch import facts
 from parallax.launch.channel import Channel, Message, wait
+from parallax.launch.host import facts
+from parallax.launch.host.measuring import Measuring
+from parallax.launch.host.relay import Relay
+from parallax.launch.host.rundir import RunDirectory
+from parallax.launch.host.supervisor import Supervisor, num_cores
+from parallax.launch.host.worker import DEVICES, RESUME
 from parallax.launch.interface import interface_of
 from parallax.launch.interrupt import Interrupts
 from parallax.launch.job import AgentSpec, HostSpec
-from parallax.launch.relay import Relay
-from parallax.launch.rundir import RunDirectory
-from parallax.launch.supervisor import Supervisor, num_cores
-from parallax.launch.worker import DEVICES, RESUME
 
 _TICK_SECONDS = 0.5
+_TASK_TICK_SECONDS = 0.02
 _BEAT_SECONDS = 1.0
 _DRAIN_SECONDS = 5.0
 _FAREWELL_SECONDS = 5.0
@@ -59,6 +61,7 @@ class HostProcess:
         self._relay: Relay | None = None
         self._supervisor: Supervisor | None = None
         self._listener: socket.socket | None = None
+        self._measuring = Measuring()
         self._beat_at = 0.0
 
     def serve(self, values: dict[str, Any]) -> int:
@@ -94,7 +97,8 @@ class HostProcess:
         """Wait for the launcher, the workers or a signal, and do what is to be done."""
         is_full = self._channel.backlog_bytes > _BACKLOG_BYTES
         sources = [] if self._relay is None or is_full else self._relay.readers
-        ready = wait([self._channel], [self._interrupts.fileno(), *sources], _TICK_SECONDS)
+        tick_seconds = _TASK_TICK_SECONDS if self._measuring.is_busy else _TICK_SECONDS
+        ready = wait([self._channel], [self._interrupts.fileno(), *sources], tick_seconds)
         for fd in ready.intersection(sources):
             assert self._relay is not None
             self._relay.read(fd)
@@ -104,6 +108,8 @@ class HostProcess:
             for message in self._channel.receive():
                 assert isinstance(message, dict)
                 self._do(message)
+        for answer in self._measuring.answers():
+            self._channel.send(answer)
         self._beat()
 
     def _do(self, message: Message) -> None:
@@ -116,6 +122,14 @@ class HostProcess:
                 self._supervisor.stop()
             case "kill" if self._supervisor is not None:
                 self._supervisor.kill()
+            case "clock":
+                self._channel.send({"clock": time.time()})
+            case "serve":
+                self._measuring.serve(message["address"], message["token"])
+            case "measure":
+                self._measuring.measure(
+                    message["address"], message["port"], message["token"], whole=message["whole"]
+                )
 
     def _listen(self, address: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

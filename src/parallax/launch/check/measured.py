@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parallax.launch.check.links import Link
 from parallax.launch.hosts import Host
-from parallax.launch.links import Link
 
 _VERSION = 1
 _MAX_FILE_BYTES = 64 << 20

@@ -14,8 +14,8 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 from parallax.launch import failure
-from parallax.launch.lifeline import PARENT_PID, die_with_parent
-from parallax.launch.rundir import RUN_DIRECTORY, STREAMS, RunDirectory, write_json
+from parallax.launch.host.lifeline import PARENT_PID, die_with_parent
+from parallax.launch.host.rundir import RUN_DIRECTORY, STREAMS, RunDirectory, write_json
 
 RESUME = "PARALLAX_RESUME"
 """The environment variable that tells a session where the job's checkpoints are."""

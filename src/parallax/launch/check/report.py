@@ -7,9 +7,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from parallax.launch.columns import WIDTH, in_columns, printable
-from parallax.launch.links import Link
-from parallax.launch.readiness import (
+from parallax.launch.check.columns import WIDTH, in_columns, printable
+from parallax.launch.check.links import Link
+from parallax.launch.check.readiness import (
     HostFacts,
     Links,
     Pairs,
@@ -24,7 +24,7 @@ _NUM_SLOWEST = 5
 _MOST_FINDINGS = 10
 _LONG_NAME = 20
 
-_HOST_TITLES = "host hostname address interface cores GPUs python torch parallax clock".split()
+_HOST_TITLES = "host hostname address interface ports cores GPUs python torch parallax clock".split()
 _LINK_TITLES = "from to latency there back".split()
 
 
@@ -57,7 +57,7 @@ def _host_table(hosts: Sequence[HostFacts], short: Mapping[str, str]) -> str:
     no_gpu = "none" if any(host.gpus for host in hosts) else ""
     rows = [[short[host.name], *_host_cells(host, no_gpu)] for host in hosts]
     cut = ("hostname", "GPUs", "address")
-    return in_columns(_HOST_TITLES, rows, right=("cores", "clock"), cut=cut)
+    return in_columns(_HOST_TITLES, rows, right=("ports", "cores", "clock"), cut=cut)
 
 
 def _host_cells(host: HostFacts, no_gpu: str) -> list[str]:
@@ -68,6 +68,7 @@ def _host_cells(host: HostFacts, no_gpu: str) -> list[str]:
         host.hostname or "" if is_alias else "",
         host.address or "",
         host.interface or "",
+        "" if host.num_free_ports is None else str(host.num_free_ports),
         "" if host.num_cores is None else str(host.num_cores),
         _gpus(host.gpus) or no_gpu,
         host.python or "",
