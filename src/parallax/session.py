@@ -379,7 +379,7 @@ class Session:
             self.config.checkpoint_keep,
             self._peers,
             self._contents,
-            self._loaders.are_out,
+            self._loaders.are_in_use,
         )
         self._backward.call = autosave.call
         self._backward.before_reduction = autosave.before_reduction

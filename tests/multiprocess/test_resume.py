@@ -286,9 +286,39 @@ def feed(
     train(job, session, model, optimizers, batch, 0)
 
 
+def alternating(
+    job: Job, session: parallax.Session, model: Model, optimizers: list[Optimizer]
+) -> None:
+    """Feeds itself; each optimizer has a backward of its own."""
+    samples = Samples()
+    while session.step < STEPS_PER_EPOCH * NUM_EPOCHS:
+        for optimizer in optimizers:
+            chosen = torch.arange(session.rank, NUM_SAMPLES, session.num_workers)
+            session.weight(len(chosen))
+            model(samples.ids[chosen], samples.targets[chosen]).backward()
+            optimizer.step()
+            model.zero_grad()
+        job.rates.append([])
+        if session.step == job.stops_at:
+            raise Killed
+
+
+def ending(job: Job, session: parallax.Session, model: Model, optimizers: list[Optimizer]) -> None:
+    """Feeds itself at the end of each epoch."""
+    loader, samples = sharded(session), Samples()
+    for epoch in session.epochs(NUM_EPOCHS):
+        for batch in loader:
+            train(job, session, model, optimizers, batch, epoch)
+        for number in range(3):
+            feed(job, session, model, optimizers, samples, torch.arange(number, NUM_SAMPLES, 5))
+
+
 SCRIPTS = {
     each.__name__: each
-    for each in (plain, noisy, anew, scheduled, accumulated, several, short, fed, drawn)
+    for each in (
+        *(plain, noisy, anew, scheduled, accumulated, several, short, ending),
+        *(fed, drawn, alternating),
+    )
 }
 
 # Exactness --------------------------------------------------------------------------------
@@ -309,20 +339,24 @@ class Case:
 CASES = [
     Case("plain", 4, 11, 8),
     Case("plain", 6, 11, 6),  # an epoch's end
-    Case("plain", 6, 12, 6),  # the next one was due, and its save point never came
+    Case("plain", 6, 12, 6, (1, 3)),  # the next one was due, and its save point never came
     Case("noisy", 5, 8, 5, (2,)),
     Case("noisy", 6, 8, 6, (2,)),
-    Case("anew", 7, 9, 7),
-    Case("anew", 6, 9, 6),
+    Case("anew", 7, 9, 7, (1, 3)),
+    Case("anew", 6, 9, 6, (1, 3)),
     Case("scheduled", 4, 11, 8),
     Case("scheduled", 6, 9, 6),
     Case("accumulated", 4, 7, 4),
-    Case("several", 8, 19, 16),
-    Case("several", 5, 9, 5),
-    Case("short", 5, 9, 5),
-    Case("short", 4, 7, 4),
-    Case("fed", 4, 7, 4),
+    Case("several", 8, 19, 16, (1, 3)),
+    Case("several", 9, 11, 9, (1, 3)),
+    Case("several", 18, 20, 18, (2,)),  # between the loaders of an epoch
+    Case("ending", 6, 10, 9, (2,)),
+    Case("ending", 7, 10, 9, (3,)),
+    Case("short", 5, 9, 5, (3,)),
+    Case("short", 4, 7, 4, (1,)),
+    Case("fed", 4, 7, 4, (1, 3)),
     Case("drawn", 4, 7, 4, (2,)),
+    Case("alternating", 4, 7, 4, (1, 3)),
 ]
 
 
@@ -400,7 +434,7 @@ def test_left_alone_every_sample_comes_once_an_epoch(
     runs: dict[tuple[Case, int], tuple[Any, Any, Any]],
 ) -> None:
     for (case, _), (alone, _, _) in runs.items():
-        if case.script not in ("short", "fed", "drawn"):
+        if case.script not in ("short", "ending", "fed", "drawn", "alternating"):
             counts = Counter(each[1:] for job in alone for each in job.seen)
             assert set(counts.values()) == {1}
             assert len(counts) % (NUM_SAMPLES * NUM_EPOCHS) == 0

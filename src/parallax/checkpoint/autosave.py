@@ -8,9 +8,9 @@ does not see the script's loop, but two moments in it:
   batch is fetched first, because at the end of an epoch there is none: the script has yet to do
   what it does there, and the save waits for the first batch of the next epoch. Then the save
   comes before the loader's place counts the batch.
-- The first reduction of the next step, if the script has no batch of a sharded loader: it feeds
-  itself. Buffers and random generators have gone on by then, so what they were is kept from the
-  end of the step.
+- The first reduction of the next step, if the script has no batch of a sharded loader and is not
+  in the end of an epoch: it feeds itself. Buffers and random generators have gone on by then, so
+  what they were is kept from the end of the step.
 
 [Note: due together] All workers must save at the same moment. Steps are the same on all. The
 time is rank 0's: it raises a flag in the header of a reduction, and all hear it there, before the
@@ -56,7 +56,7 @@ class Autosave:
         self._peers = peers
         self._contents = contents
         self._is_fed = is_fed
-        """Whether a thread of the script has a batch of a sharded loader."""
+        """Whether sharded loaders feed a thread of the script: the next save point is theirs."""
         self._is_due = False
         self._at_end: Earlier | None = None
         self._at_fetch: Earlier | None = None

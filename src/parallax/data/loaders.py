@@ -35,10 +35,10 @@ class Loaders:
         self._made = [made for made in self._made if made() is not None]
         return found
 
-    def are_out(self, thread: int) -> bool:
-        """Whether a thread of the script has a batch of any loader."""
+    def are_in_use(self, thread: int) -> bool:
+        """Whether a thread of the script has a batch of any, or is in the end of an epoch."""
         feeds = [loader.feed for loader in self.present]
-        return any(feed.is_out and feed.thread == thread for feed in feeds)
+        return self._epochs.is_left or any(f.is_out and f.thread == thread for f in feeds)
 
     @property
     def epoch(self) -> int:
