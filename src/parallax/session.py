@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,10 @@ from torch.utils.data import DataLoader
 from parallax import checkpoint, placement
 from parallax.analysis import analyse, refuse_early_steps, refuse_unsupported
 from parallax.backward import REDUCTION, Backward, Weight
-from parallax.beacon import Beacon
 from parallax.clip import clip_norm
-from parallax.cluster import find_place, resume_dir, step_file
+from parallax.cluster import find_place, resume_dir
 from parallax.config import Config
-from parallax.data import Epochs, Feed, Loaders, ShardedLoader
+from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
 from parallax.exchange.agreement import Agreement
@@ -45,6 +43,7 @@ from parallax.optim import (
 )
 from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route, RowRule, Updater, make_plan
+from parallax.progress import Progress
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
 
@@ -94,23 +93,14 @@ class Session:
         self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
         self._groups = Groups(self._place, self._device(), config.timeout_seconds)
         self._peers = self._meet()
-        self._epochs = Epochs(warns=self.rank == 0)
-        self._loaders = Loaders(self._epochs)
-        self._attached = checkpoint.Attached(warns=self.rank == 0)
-        self._options: list[list[dict[str, Any]]] = []
+        self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
         self._join()
         self._log_plan()
-        self._beacon = Beacon(step_file())
-        self._beacon.show(0)
-        self._autosave = self._make_autosave()
+        self._progress.follow(self._backward)
         _sessions.add(self)
-        try:
-            self._resume()
-        except BaseException:
-            self.close()
-            raise
+        self._resume()
 
     # What a script reads ------------------------------------------------------------------
 
@@ -158,9 +148,9 @@ class Session:
             split=split,
             on_batch=self._weight.set_counts,
             on_end=self._weight.forget_counts,
-            feed=self._loaders.feed_of(loader, self._new_feed),
+            feed=self._progress.feed_of(loader),
         )
-        self._loaders.add(sharded)
+        self._progress.loaders.add(sharded)
         return sharded
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -173,7 +163,7 @@ class Session:
         continue in the middle of it. The number is kept in checkpoints; an epoch whose batches
         the script has left, by their end or a `break`, counts as done.
         """
-        return self._epochs.up_to(total)
+        return self._progress.epochs.up_to(total)
 
     def attach(self, name: str, thing: Any) -> None:
         """Keep a scheduler, a GradScaler or a counter of the script's own in checkpoints.
@@ -184,8 +174,7 @@ class Session:
         """
         if thing is self.model or any(thing is each for each in self.optimizers):
             raise ConfigError(f"{name!r} is in every checkpoint already: do not attach() it")
-        if self._attached.add(name, thing):
-            self._restore_options()
+        self._progress.attach(name, thing)
 
     def weight(self, count: float) -> None:
         """Give this worker's number of samples or tokens for the next backwards by hand.
@@ -267,7 +256,7 @@ class Session:
                 set_data(table.parameter, values)
         self._peers.close()
         self._groups.close()
-        self._beacon.close()
+        self._progress.close()
 
     def __enter__(self) -> Session:
         return self
@@ -366,78 +355,21 @@ class Session:
             for hint in self._plan.hints():
                 _log.warning("%s", hint)
 
-    # Going on -----------------------------------------------------------------------------
-
-    def _make_autosave(self) -> checkpoint.Autosave | None:
-        if self._checkpoint_dir is None:
-            if self.rank == 0 and (self.config.checkpoint_steps or self.config.checkpoint_seconds):
-                _log.warning("no checkpoints are saved: Config.checkpoint_dir does not say where")
-            return None
-        autosave = checkpoint.Autosave(
-            checkpoint.Folder(Path(self._checkpoint_dir).absolute()),
-            checkpoint.Schedule.of(self.config),
-            self.config.checkpoint_keep,
-            self._peers,
-            self._contents,
-            self._loaders.are_in_use,
-        )
-        self._backward.call = autosave.call
-        self._backward.before_reduction = autosave.before_reduction
-        return autosave
-
-    @property
-    def _checkpoint_dir(self) -> str | None:
-        return self.config.checkpoint_dir or self._resume_dir
-
     def _resume(self) -> None:
-        """Go on from the newest checkpoint, if the launcher asks for it."""
-        asked = self._resume_dir
-        if asked is None:
-            return
-        # Also where this training saves: after another restart the newest one is there.
-        paths = [Path(each).absolute() for each in (asked, self._checkpoint_dir or asked)]
-        folders = [checkpoint.Folder(path) for path in dict.fromkeys(paths)]
-        found = checkpoint.load_newest(folders, self._contents(), self._peers)
-        if found is not None:
-            self._take_over(found[1], resumed=True)
-        if self.rank == 0 and found is not None:
-            path, restored = found
-            _log.info(
-                "resumed from %r: step %d, saved by %d workers, loaded by %d",
-                *(str(path), restored.step, restored.num_workers, self.num_workers),
-            )
-        elif self.rank == 0:
-            _log.info("no checkpoint in %r yet: training begins from nothing", asked)
+        try:
+            restored = self._progress.find()
+            if restored is not None:
+                self._take_over(restored, resumed=True)
+        except BaseException:
+            self.close()
+            raise
 
     def _take_over(self, restored: checkpoint.Restored, *, resumed: bool = False) -> None:
         """Parameters and optimizers are restored; so is the rest now."""
         self._drop_gradients()
         self._peers.step = restored.step
-        self._beacon.show(restored.step)
         self._steps = dict.fromkeys(self._steps, restored.step)
-        self._epochs.restore(restored.epoch, resumed=resumed)
-        self._loaders.restore(restored.loaders, restored.left)
-        self._attached.restore(restored.attached)
-        self._options = restored.options
-        self._restore_options()
-        if self._autosave is not None:
-            self._autosave.loaded()
-
-    def _restore_options(self) -> None:
-        """A scheduler sets learning rates when it is made: those of the checkpoint stay."""
-        for optimizer, groups in zip(self.optimizers, self._options, strict=False):
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(copy.deepcopy(options))
-
-    def _new_feed(self) -> Feed:
-        if self._autosave is None:
-            return Feed(self._epochs, lambda: self.step)
-        return Feed(
-            self._epochs,
-            lambda: self.step,
-            self._autosave.before_fetch,
-            self._autosave.before_batch,
-        )
+        self._progress.restore(restored, resumed=resumed)
 
     # While training -----------------------------------------------------------------------
 
@@ -476,10 +408,8 @@ class Session:
             self._end_step()
         if min(self._steps.values()) == max(self._steps.values()):
             self._weight.end_step()
-        if self._autosave is not None:
-            called, self._backward.called = self._backward.called, False
-            is_settled = self._steps[id(optimizer)] == min(self._steps.values())
-            self._autosave.after_step(called=called, is_settled=is_settled)
+        is_settled = self._steps[id(optimizer)] == min(self._steps.values())
+        self._progress.after_step(self._backward, is_settled=is_settled)
 
     def _end_step(self) -> None:
         self._backward.dense.settle()
@@ -489,11 +419,8 @@ class Session:
             self._peers.spread_all(self._buffers(), f"giving out buffers in step {self.step}")
             self._backward.buffers_settled()
         self._peers.next_step()
-        self._beacon.show(self.step)
+        self._progress.end_step()
         self.ledger.close_step()
-        if self._options:  # of a checkpoint that was loaded: what is attached later is not of it
-            self._options = []
-            self._attached.check_all_taken()
 
     def _observed(self, used: set[str], whole: set[str]) -> None:
         """All workers know which observed parameters were used whole by any of them."""
@@ -539,9 +466,9 @@ class Session:
                 f"parameter {fact.name!r} {line.shape} {fact.parameter.dtype}, {line.route.value}, "
                 f"{self._updaters()[fact.name].name} with {options}"
             )
-        on = self._checkpoint_dir is not None
+        saves = self.config.checkpoint_dir is not None or self._resume_dir is not None
         schedule = checkpoint.Schedule.of(self.config)
-        lines.append(f"checkpoints {schedule}" if on else "no checkpoints of its own accord")
+        lines.append(f"checkpoints {schedule}" if saves else "no checkpoints by themselves")
         for name, buffer in self.model.named_buffers():
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
         return lines
@@ -572,10 +499,10 @@ class Session:
             model=self.model,
             optimizers=self.optimizers,
             tables={id(t.parameter): t for t in self._tables.values() if t.shard is not None},
-            loaders=self._loaders.present,
+            loaders=self._progress.loaders.present,
             step=self.step,
-            epoch=self._loaders.epoch,
-            attached=self._attached,
+            epoch=self._progress.loaders.epoch,
+            attached=self._progress.attached,
         )
 
 

@@ -41,7 +41,8 @@ class Training:
         self.step = 0
         self.saves: list[int] = []
         self.epochs = Epochs()
-        self.feed = Feed(self.epochs, lambda: self.step, before_batch=self._save)
+        self.feed = Feed(self.epochs, lambda: self.step)
+        self.feed.before_batch = self._save
 
     def _save(self) -> None:
         self.saves.append(self.step)

@@ -14,7 +14,7 @@ import parallax
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
     "errors config init cluster beacon analysis cost plan ledger table gradient shard exchange "
-    "sparse dense backward clip guard optim ownership placement data checkpoint session"
+    "sparse dense backward clip guard optim ownership placement data checkpoint progress session"
 ).split()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -98,6 +99,7 @@ class Contents:
 class Restored:
     """What the session itself must take over from a checkpoint."""
 
+    path: Path
     step: int
     num_workers: int
     """At which it was saved."""

@@ -19,9 +19,7 @@ from parallax.exchange.peers import Peers
 _log = logging.getLogger("parallax")
 
 
-def load_newest(
-    folders: Sequence[Folder], contents: Contents, peers: Peers
-) -> tuple[Path, Restored] | None:
+def load_newest(folders: Sequence[Folder], contents: Contents, peers: Peers) -> Restored | None:
     """None if there is none yet. Rank 0 looks, every worker reads. Collective.
 
     Interrupted saves and damaged checkpoints are passed over, with a warning. One that does not
@@ -40,7 +38,7 @@ def load_newest(
         except CheckpointError as error:
             _pass_over(path, error, peers.rank)
             continue
-        return path, restore(reader, contents, peers)
+        return restore(reader, contents, peers)
     if told:
         raise CheckpointError(
             f"{where} failed: all that are there are damaged. Remove them to begin from nothing"

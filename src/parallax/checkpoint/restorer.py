@@ -49,6 +49,7 @@ def restore(reader: Reader, contents: Contents, peers: Peers) -> Restored:
     together(peers, where, lambda: _restore(reader, contents, peers.rank))
     dense = reader.dense
     return Restored(
+        path=reader.path,
         step=reader.manifest.step,
         num_workers=reader.manifest.num_workers,
         loaders=owned(dense["loaders"]),

@@ -22,8 +22,6 @@ class Feed:
         self,
         epochs: Epochs | None = None,
         step: Callable[[], int] = int,
-        before_fetch: Callable[[], None] = _nothing,
-        before_batch: Callable[[], None] = _nothing,
     ) -> None:
         self.is_out = False
         """Whether the script has a batch of this loader."""
@@ -31,10 +29,11 @@ class Feed:
         """Whether a step was completed with the batch that the script had last."""
         self.thread = 0
         """The one that reads the loader."""
+        self.before_fetch: Callable[[], None] = _nothing
+        self.before_batch: Callable[[], None] = _nothing
+        """Called with a batch that comes after a step with the one before, ahead of counting it."""
         self._epochs = epochs or Epochs()
         self._step = step
-        self._before_fetch = before_fetch
-        self._before_batch = before_batch
         self._pass_began = self._handed_out = 0
         self._left: int | None = None
         self._is_dropped = False
@@ -50,13 +49,13 @@ class Feed:
         self._return()
         if self.trains:
             self._epochs.check_counted(loader_epoch)
-        self._before_fetch()
+        self.before_fetch()
 
     def hand_out(self) -> None:
         """The script gets a batch, which the loader's place does not count yet."""
         self.is_out = True
         if self.trains:
-            self._before_batch()
+            self.before_batch()
         self._handed_out = self._step()
 
     def leave(self) -> None:
