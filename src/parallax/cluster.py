@@ -1,14 +1,44 @@
-"""Who runs where: read from the environment that a launcher made. Nobody else reads it."""
+"""Who runs where: read from the environment that a launcher made. Nobody else reads it.
+
+[Note: srun] Slurm gives SLURM_PROCID, SLURM_LOCALID and SLURM_NODEID to the script of `sbatch` too,
+and SLURM_NTASKS to every process of an allocation; only srun sets SLURM_STEP_NUM_TASKS, the number
+of tasks of this very step. So it alone tells `srun python train.py` from a plain `python train.py`
+inside a job. The shell of an interactive `salloc` is a step as well, with a number of its own kind.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from parallax.errors import ConfigError
+
+_HOW = "start the script with `parallax run`, torchrun, srun, Ray Train or plain python"
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+"""Below the range from which Linux gives ports to outgoing connections (32768 to 60999)."""
+_FIRST_SPECIAL_STEP = 2**32 - 16
+"""Slurm's batch script, interactive shell and the like have step numbers from here on."""
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
+"""Variable → its value for an interface; NCCL takes a name without `=` for a prefix."""
+_own_values: dict[str, str] = {}
+"""Variables that `use_interface` has set: another session may change those, but not the user's."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where workers meet that no launcher has brought together."""
+
+    address: str
+    port: int
+    name: str
+    """Keeps jobs apart that meet at one port by accident."""
+    remote: bool = False
+    """Workers of other hosts must reach an address that nobody has named."""
 
 
 @dataclass(frozen=True)
@@ -17,32 +47,143 @@ class Place:
 
     rank: int = 0
     num_workers: int = 1
-    local_rank: int = 0
-    launched: bool = False
+    local_rank: int | None = None
+    """As the launcher says; it decides which GPU is this worker's."""
+    meeting: Meeting | None = None
+    """None: the launcher or the script has seen to it."""
 
     @property
     def device(self) -> torch.device:
         """This worker's GPU if there is one, else the CPU."""
         if torch.cuda.is_available():
-            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+            return torch.device("cuda", (self.local_rank or 0) % torch.cuda.device_count())
         return torch.device("cpu")
 
 
 def find_place() -> Place:
-    """From a process group that the script made itself, or torchrun's variables, or one worker."""
+    """From a process group that the script or Ray made, torchrun's variables, srun's, or alone."""
     if dist.is_available() and dist.is_initialized():
-        rank = dist.get_rank()
-        local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-        return Place(rank, dist.get_world_size(), local_rank, launched=True)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return Place()
-    rank, num_workers = _integer("RANK"), _integer("WORLD_SIZE")
-    if not 0 <= rank < num_workers:
+        local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
+        return Place(dist.get_rank(), dist.get_world_size(), local_rank)
+    if "RANK" in os.environ:
+        return _place_by_torchrun()
+    if _is_srun_task():
+        return _place_by_srun()
+    if "WORLD_SIZE" in os.environ and _integer("WORLD_SIZE") != 1:
+        raise ConfigError(f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no RANK; {_HOW}")
+    return Place()
+
+
+def use_interface(name: str | None) -> None:
+    """Have the process groups made from now on talk over this network interface.
+
+    Variables that the user has set win: hosts of one job may name their interfaces differently.
+    """
+    for variable, value in _own_values.items():
+        if os.environ.get(variable) == value:
+            del os.environ[variable]
+    _own_values.clear()
+    wanted = [variable for variable in _INTERFACES if variable not in os.environ]
+    if name is None or not wanted:
+        return
+    known = [found for _, found in socket.if_nameindex()]
+    if name not in known:
         raise ConfigError(
-            f"RANK is {rank}, but must lie between 0 and WORLD_SIZE - 1 = {num_workers - 1}"
+            f"Config.interface is {name!r}, but this host ({socket.gethostname()}) has "
+            f"{', '.join(known)}; where hosts differ, set {' and '.join(wanted)} on each"
         )
-    local_rank = _integer("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
-    return Place(rank, num_workers, local_rank, launched=True)
+    _own_values.update((variable, _INTERFACES[variable].format(name)) for variable in wanted)
+    os.environ.update(_own_values)
+
+
+# torchrun -----------------------------------------------------------------------------------
+
+
+def _place_by_torchrun() -> Place:
+    rank, num_workers = _integer("RANK"), _integer("WORLD_SIZE")
+    _check_below("RANK", rank, "WORLD_SIZE", num_workers)
+    local_rank = None
+    if "LOCAL_RANK" in os.environ:
+        local_rank = _integer("LOCAL_RANK")
+        size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
+        _check_below("LOCAL_RANK", local_rank, size, _integer(size))
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing and num_workers > 1:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are given, but not {' and '.join(missing)}, where the workers "
+            f"meet; {_HOW}"
+        )
+    return Place(rank, num_workers, local_rank)
+
+
+# Slurm --------------------------------------------------------------------------------------
+
+
+def _is_srun_task() -> bool:
+    """Whether srun started this process as one of several. See [Note: srun]."""
+    if "SLURM_STEP_NUM_TASKS" not in os.environ or "SLURM_PROCID" not in os.environ:
+        return False
+    if "SLURM_STEP_ID" in os.environ and _integer("SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
+        return False
+    return _integer("SLURM_STEP_NUM_TASKS") > 1
+
+
+def _place_by_srun() -> Place:
+    rank, num_workers = _integer("SLURM_PROCID"), _integer("SLURM_STEP_NUM_TASKS")
+    _check_below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", num_workers)
+    if "WORLD_SIZE" in os.environ and _integer("WORLD_SIZE") != num_workers:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but srun started {num_workers} tasks: "
+            "unset it, or set RANK, MASTER_ADDR and MASTER_PORT too"
+        )
+    local_rank = _integer("SLURM_LOCALID") if "SLURM_LOCALID" in os.environ else None
+    return Place(rank, num_workers, local_rank, _slurm_meeting())
+
+
+def _slurm_meeting() -> Meeting:
+    job, step = _integer("SLURM_JOB_ID"), _integer("SLURM_STEP_ID")
+    given = os.environ.get("MASTER_ADDR")
+    several = _integer("SLURM_STEP_NUM_NODES") > 1 if "SLURM_STEP_NUM_NODES" in os.environ else True
+    address = given or (_first_slurm_host() if several else "127.0.0.1")
+    port = _integer("MASTER_PORT") if "MASTER_PORT" in os.environ else slurm_port(job, step)
+    return Meeting(address, port, f"slurm/{job}.{step}", remote=several and not given)
+
+
+def slurm_port(job: int, step: int) -> int:
+    """Jobs and steps that may share a host follow each other closely: those differ."""
+    return _FIRST_PORT + (97 * job + step) % _NUM_PORTS
+
+
+def _first_slurm_host() -> str:
+    """Task 0 runs on the first host of the step."""
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if os.environ.get(name):
+            return first_host(os.environ[name])
+    raise ConfigError(
+        "srun's SLURM_STEP_NODELIST is not set: set MASTER_ADDR to the host of task 0, the same "
+        "on every host"
+    )
+
+
+def first_host(hosts: str) -> str:
+    """The first name of Slurm's list, as in `node[01-04,7],gpu-[1,3]x`."""
+    found = re.match(r"(?:[^,\[\]]|\[[^\[\]]+\])+(?=,|$)", hosts)
+    if found is None:
+        raise ConfigError(
+            f"Slurm's list of hosts is {hosts!r}, which cannot be read; set MASTER_ADDR to the "
+            "host of task 0"
+        )
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", found[0])
+
+
+# Numbers ------------------------------------------------------------------------------------
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if not 0 <= value < limit:
+        raise ConfigError(
+            f"{name} is {value}, but must lie between 0 and {limit_name} - 1 = {limit - 1}; {_HOW}"
+        )
 
 
 def resume_dir() -> str | None:
@@ -56,10 +197,9 @@ def step_file() -> str | None:
 
 
 def _integer(name: str) -> int:
+    value = os.environ.get(name)
     try:
-        return int(os.environ[name])
+        return int(value or "")
     except ValueError:
-        raise ConfigError(
-            f"the environment variable {name} is {os.environ[name]!r}, not a number; "
-            "start the script with `parallax run`, torchrun, or plain python"
-        ) from None
+        what = "not set" if value is None else f"{value!r}, not a number"
+        raise ConfigError(f"the environment variable {name} is {what}; {_HOW}") from None

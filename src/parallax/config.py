@@ -54,6 +54,11 @@ class Config:
     device: str | None = None
     """Where parameters on the `meta` device are made; by default this worker's GPU or the CPU."""
 
+    interface: str | None = None
+    """The network interface over which workers talk, say "eth0". By default gloo takes the one that
+    has the address of the host's name, and NCCL chooses. Where GLOO_SOCKET_IFNAME or
+    NCCL_SOCKET_IFNAME is set it wins: hosts of one job may name their interfaces differently."""
+
     bucket_megabytes: float = 25.0
     """Size of the buckets in which dense gradients are all-reduced beside backward."""
 
@@ -88,6 +93,8 @@ class Config:
                 )
         if isinstance(self.lazy, str):
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
+        if self.interface is not None and not (isinstance(self.interface, str) and self.interface):
+            raise ConfigError(f"Config.interface takes a name, not {self.interface!r}")
         for name in ("timeout_seconds", "bucket_megabytes"):
             _check_positive(name, getattr(self, name))
         if self.checkpoint_seconds is not None:

@@ -6,13 +6,13 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -20,7 +20,7 @@ from parallax import checkpoint, placement
 from parallax.analysis import analyse, refuse_early_steps, refuse_unsupported
 from parallax.backward import REDUCTION, Backward, Weight
 from parallax.clip import clip_norm
-from parallax.cluster import find_place, resume_dir
+from parallax.cluster import find_place, resume_dir, use_interface
 from parallax.config import Config
 from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
@@ -31,6 +31,7 @@ from parallax.exchange.groups import Groups
 from parallax.exchange.header import Layout
 from parallax.exchange.peers import Peers
 from parallax.guard import guard_copies
+from parallax.hosts import Hosts
 from parallax.ledger import Ledger
 from parallax.optim import (
     RowStep,
@@ -49,8 +50,6 @@ from parallax.table import Table, make_plain, set_data
 
 _log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_num_sessions = 0
-"""Sessions so far in this process: each has its own keys in the store."""
 
 
 def parallelize(
@@ -91,7 +90,7 @@ class Session:
             refuse_unsupported(model)
             refuse_early_steps(model)
         self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
-        self._groups = Groups(self._place, self._device(), config.timeout_seconds)
+        self._groups = self._gather()
         self._peers = self._meet()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
@@ -115,8 +114,13 @@ class Session:
 
     @property
     def local_rank(self) -> int:
-        """This worker's number on its host."""
-        return self._place.local_rank
+        """This worker's number on its host, from 0."""
+        return self.hosts.local_rank
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which workers share a host: `session.hosts.workers[session.hosts.index]` this one's."""
+        return self._groups.hosts
 
     @property
     def device(self) -> torch.device:
@@ -274,14 +278,22 @@ class Session:
 
     # Joining ------------------------------------------------------------------------------
 
-    def _meet(self) -> Peers:
-        """Join the other workers, and see that they have the same model."""
-        global _num_sessions
-        _num_sessions += 1
-        board, store = None, None
+    def _gather(self) -> Groups:
+        """Join the other workers."""
         if self.num_workers > 1:
-            store = PrefixStore(f"parallax/{_num_sessions}", self._groups.store())
-            board = Board(store, self.rank, self.num_workers)
+            use_interface(self.config.interface)
+        groups = Groups(self._place, self._given_device(), self.config.timeout_seconds)
+        given, found = self._place.local_rank, groups.hosts.local_rank
+        if given is None:
+            self._place = replace(self._place, local_rank=found)
+        elif given != found:
+            _log.info("worker %d: LOCAL_RANK is %d, on its host it is %d", self.rank, given, found)
+        return groups
+
+    def _meet(self) -> Peers:
+        """See that the other workers have the same model."""
+        store = self._groups.store
+        board = None if store is None else Board(store, self.rank, self.num_workers)
         peers = Peers(
             self.rank,
             self.num_workers,
@@ -474,10 +486,17 @@ class Session:
         return lines
 
     def _device(self) -> torch.device:
+        given = self._given_device()
+        if given is not None:
+            return given
+        # A GPU only if every worker has one: all must exchange in the same way.
+        return self._place.device if self._groups.device_type == "cuda" else torch.device("cpu")
+
+    def _given_device(self) -> torch.device | None:
+        """What the script chose, if it did."""
         if self.config.device is not None:
             return torch.device(self.config.device)
-        real = (p.device for p in self.model.parameters() if not p.is_meta)
-        return next(real, self._place.device)
+        return next((p.device for p in self.model.parameters() if not p.is_meta), None)
 
     def _buffers(self) -> list[Tensor]:
         """As they are now: a module may have put another tensor in a buffer's place."""

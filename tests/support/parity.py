@@ -58,14 +58,18 @@ def train_together(case: Case) -> tuple[dict[str, Tensor], str]:
 
     model, optimizers = build(case)
     with parallax.parallelize(model, optimizers, **case.options) as session:
-        for batch in make_batches(case.num_steps, dtype=case.dtype):
-            mine = share(batch, session.rank, session.num_workers, case.shares)
-            session.weight(len(mine[0]))
-            model(mine).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        take_steps(session, model, optimizers, case)
         return session.state_dict(), session.plan[model.table_name].route.value
+
+
+def take_steps(session: Any, model: nn.Module, optimizers: Sequence[Optimizer], case: Case) -> None:
+    for batch in make_batches(case.num_steps, dtype=case.dtype):
+        mine = share(batch, session.rank, session.num_workers, case.shares)
+        session.weight(len(mine[0]))
+        model(mine).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def share(batch: Batch, rank: int, num_workers: int, shares: Sequence[int] | None) -> Batch:

@@ -3,50 +3,194 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
-from parallax.cluster import Place
-from parallax.errors import WaitTimeoutError
+from parallax.cluster import Meeting, Place
+from parallax.errors import ConfigError, WaitTimeoutError, WorkerLostError
+from parallax.hosts import Arrival, Hosts, common_device
+
+_num_sessions = 0
+"""Sessions so far in this process: each has its own keys in the store."""
+_stores: dict[Meeting, Store] = {}
+"""For the life of the process: the others may need them after its last session."""
 
 
 class Groups:
-    """The process groups of a session; none with one worker."""
+    """The process groups of a session; none with one worker.
 
-    def __init__(self, place: Place, device: torch.device, timeout_seconds: float) -> None:
+    Workers meet at a store first and agree there on the kind of device, so that all make the same
+    groups: NCCL needs a GPU at every worker, and a worker that made another would wait for ever.
+    """
+
+    def __init__(self, place: Place, device: torch.device | None, timeout_seconds: float) -> None:
+        """`device` is where this worker's model is; None: it can be wherever all can."""
+        global _num_sessions
+        _num_sessions += 1
         self.control: dist.ProcessGroup | None = None
         self.rows: dist.ProcessGroup | None = None
         self.dense: dist.ProcessGroup | None = None
-        if place.num_workers == 1:
-            return
-        timeout = timedelta(seconds=timeout_seconds)
-        if not dist.is_initialized():
-            both = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            try:
-                dist.init_process_group(both, timeout=timeout)
-            except RuntimeError as error:
-                raise WaitTimeoutError(
-                    f"worker {place.rank} of {place.num_workers} did not find all others in "
-                    f"{timeout_seconds:g} s: some did not reach parallelize(); see their errors"
-                ) from error
-            atexit.register(_leave)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        self.control = dist.new_group(backend="gloo", timeout=timeout)
-        self.rows = dist.new_group(backend=backend, timeout=timeout)
-        self.dense = dist.new_group(backend=backend, timeout=timeout)
-
-    def store(self) -> Store:
-        store: Store = dist.distributed_c10d._get_default_store()
-        # A connection of its own: the training thread may stand in the other one.
-        return store.clone() if hasattr(store, "clone") else store
+        self.store: Store | None = None
+        self._place = place
+        self._timeout = timedelta(seconds=timeout_seconds)
+        arrivals = [Arrival.here(device)]
+        if place.num_workers > 1:
+            base = self._base_store()
+            # A connection of its own: the training thread may stand in the other one.
+            own = base.clone() if hasattr(base, "clone") else base
+            self.store = PrefixStore(f"parallax/{_num_sessions}", own)
+            arrivals = self._gathered(self.store, arrivals[0])
+        self.hosts = Hosts.of(arrivals, place.rank)
+        self.device_type = self._agreed(arrivals)
+        if place.num_workers > 1:
+            self._make(base)
 
     def close(self) -> None:
         for group in (self.control, self.rows, self.dense):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+    # Meeting ------------------------------------------------------------------------------
+
+    def _base_store(self) -> Store:
+        place, timeout = self._place, self._timeout
+        if dist.is_initialized():
+            default: Store = dist.distributed_c10d._get_default_store()
+            return default
+        if place.meeting is not None:
+            return _own_store(place.meeting, place.rank, timeout)
+        try:
+            found = next(rendezvous("env://", place.rank, place.num_workers, timeout=timeout))
+        except RuntimeError as error:
+            raise WaitTimeoutError(
+                f"{self._me} did not find all others in {timeout.total_seconds():g} s: some did "
+                "not reach parallelize(); see their errors"
+            ) from error
+        store: Store = found[0]
+        store.set_timeout(timeout)
+        return store
+
+    def _gathered(self, store: Store, mine: Arrival) -> list[Arrival]:
+        """What every worker tells of itself."""
+        keys = [f"arrival/{rank}" for rank in range(self._place.num_workers)]
+        try:
+            store.set(keys[self._place.rank], mine.to_json())
+            self._await(store, keys)
+            found = [Arrival.from_json(text) for text in store.multi_get(keys)]
+            store.set(f"seen/{self._place.rank}", "")
+        except RuntimeError as error:
+            if isinstance(error, WaitTimeoutError):
+                raise
+            raise WorkerLostError(
+                f"{self._me} lost the store where the workers meet: worker 0, or the launcher that "
+                "has it, ended"
+            ) from error
+        return found
+
+    def _await(self, store: Store, keys: list[str]) -> None:
+        try:
+            store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise WaitTimeoutError(
+                f"{self._me} waited {self._timeout.total_seconds():g} s in vain for "
+                f"{' and '.join(f'worker {rank}' for rank in absent)} to reach parallelize(); see "
+                "their errors, or raise Config.timeout_seconds"
+            ) from error
+
+    def _agreed(self, arrivals: Sequence[Arrival]) -> str:
+        try:
+            return common_device(arrivals)
+        except ConfigError:
+            if self.store is not None:
+                # It may live in one of these processes: nobody leaves before all have read it.
+                seen = [f"seen/{rank}" for rank in range(self._place.num_workers)]
+                with suppress(RuntimeError):
+                    self.store.wait(seen, self._timeout)
+            raise
+
+    # Making -------------------------------------------------------------------------------
+
+    def _make(self, base: Store) -> None:
+        backend = "nccl" if self.device_type == "cuda" else "gloo"
+        if not dist.is_initialized():
+            both = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+            try:
+                dist.init_process_group(
+                    both,
+                    store=PrefixStore(f"default/{_num_sessions}", base),
+                    rank=self._place.rank,
+                    world_size=self._place.num_workers,
+                    timeout=self._timeout,
+                )
+            except RuntimeError as error:
+                raise WorkerLostError(f"{self._me} could not join the others: {error}") from error
+            atexit.register(_leave)
+        self.control = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.rows = dist.new_group(backend=backend, timeout=self._timeout)
+        self.dense = dist.new_group(backend=backend, timeout=self._timeout)
+
+    @property
+    def _me(self) -> str:
+        return f"worker {self._place.rank} of {self._place.num_workers}"
+
+
+def _own_store(meeting: Meeting, rank: int, timeout: timedelta) -> Store:
+    """The store where workers meet whom nobody has brought together; worker 0 has it."""
+    if meeting not in _stores:
+        try:
+            _stores[meeting] = _hosted(meeting, timeout) if rank == 0 else _joined(meeting, timeout)
+        except RuntimeError as error:
+            raise WaitTimeoutError(
+                f"worker {rank} did not reach worker 0 at {meeting.address}:{meeting.port} in "
+                f"{timeout.total_seconds():g} s: see whether it has reached parallelize(); if this "
+                "address or port is not for workers, set MASTER_ADDR and MASTER_PORT"
+            ) from error
+    return PrefixStore(meeting.name, _stores[meeting])
+
+
+def _hosted(meeting: Meeting, timeout: timedelta) -> TCPStore:
+    # torch would listen on every interface. The store takes this socket over.
+    listener = _listener(meeting)
+    return TCPStore(
+        listener.getsockname()[0],
+        meeting.port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _joined(meeting: Meeting, timeout: timedelta) -> TCPStore:
+    return TCPStore(meeting.address, meeting.port, wait_for_workers=False, timeout=timeout)
+
+
+def _listener(meeting: Meeting) -> socket.socket:
+    where = f"{meeting.address}:{meeting.port}"
+    try:
+        found = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        if meeting.remote and ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"{meeting.address} is {address[0]} on that host itself, where workers of other "
+                "hosts cannot reach it: set MASTER_ADDR to its address in the network, and "
+                "Config.interface or GLOO_SOCKET_IFNAME to the interface that has it"
+            )
+        return socket.create_server(address, family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(
+            f"worker 0 cannot listen on {where} ({error}): set MASTER_ADDR to an address of its "
+            "host, or MASTER_PORT to a port that is free there, the same for all workers"
+        ) from error
 
 
 def _leave() -> None:
