@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import ipaddress
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.rendezvous import rendezvous
 
 from parallax.cluster import Meeting, Place
-from parallax.errors import ConfigError, WaitTimeoutError, WorkerLostError
+from parallax.errors import ConfigError, PeerError, WaitTimeoutError, WorkerLostError
 from parallax.hosts import Arrival, Hosts, common_device
 
 _num_sessions = 0
@@ -44,10 +45,11 @@ class Groups:
         arrivals = [Arrival.here(device)]
         if place.num_workers > 1:
             base = self._base_store()
-            # A connection of its own: the training thread may stand in the other one.
-            own = base.clone() if hasattr(base, "clone") else base
-            self.store = PrefixStore(f"parallax/{_num_sessions}", own)
-            arrivals = self._gathered(self.store, arrivals[0])
+            with self._store_needed():
+                # A connection of its own: the training thread may stand in the other one.
+                own = base.clone() if hasattr(base, "clone") else base
+                self.store = PrefixStore(f"parallax/{_num_sessions}", own)
+                arrivals = self._gathered(self.store, arrivals[0])
         self.hosts = Hosts.of(arrivals, place.rank)
         self.device_type = self._agreed(arrivals)
         if place.num_workers > 1:
@@ -81,19 +83,23 @@ class Groups:
     def _gathered(self, store: Store, mine: Arrival) -> list[Arrival]:
         """What every worker tells of itself."""
         keys = [f"arrival/{rank}" for rank in range(self._place.num_workers)]
+        store.set(keys[self._place.rank], mine.to_json())
+        self._await(store, keys)
+        found = [Arrival.from_json(text) for text in store.multi_get(keys)]
+        store.set(f"seen/{self._place.rank}", "")
+        return found
+
+    @contextmanager
+    def _store_needed(self) -> Iterator[None]:
         try:
-            store.set(keys[self._place.rank], mine.to_json())
-            self._await(store, keys)
-            found = [Arrival.from_json(text) for text in store.multi_get(keys)]
-            store.set(f"seen/{self._place.rank}", "")
+            yield
+        except PeerError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, WaitTimeoutError):
-                raise
             raise WorkerLostError(
                 f"{self._me} lost the store where the workers meet: worker 0, or the launcher that "
                 "has it, ended"
             ) from error
-        return found
 
     def _await(self, store: Store, keys: list[str]) -> None:
         try:
@@ -171,7 +177,23 @@ def _hosted(meeting: Meeting, timeout: timedelta) -> TCPStore:
 
 
 def _joined(meeting: Meeting, timeout: timedelta) -> TCPStore:
-    return TCPStore(meeting.address, meeting.port, wait_for_workers=False, timeout=timeout)
+    """In a thread: torch waits for ever for the answer of a port that is not a store's."""
+    found: list[TCPStore | RuntimeError] = []
+
+    def join() -> None:
+        try:
+            store = TCPStore(meeting.address, meeting.port, wait_for_workers=False, timeout=timeout)
+            found.append(store)
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=join, name="parallax-meeting", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    result = found[0] if found else RuntimeError("no answer")
+    if isinstance(result, RuntimeError):
+        raise result
+    return result
 
 
 def _listener(meeting: Meeting) -> socket.socket:
