@@ -54,8 +54,8 @@ def run_together(commands: Sequence[tuple[list[str], dict[str, str]]]) -> None:
         outputs = [process.communicate(timeout=90)[0] for process in processes]
     finally:
         for process in processes:
-            process.kill()
-            process.wait()
+            with process:  # closes its pipe, too
+                process.kill()
     assert [process.returncode for process in processes] == [0] * len(processes), outputs
 
 
