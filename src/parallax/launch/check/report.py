@@ -24,7 +24,9 @@ _NUM_SLOWEST = 5
 _MOST_FINDINGS = 10
 _LONG_NAME = 20
 
-_HOST_TITLES = "host hostname address interface ports cores GPUs python torch parallax clock".split()
+_HOST_TITLES = (
+    "host hostname address interface ports cores GPUs python torch parallax clock".split()
+)
 _LINK_TITLES = "from to latency there back".split()
 
 
