@@ -25,8 +25,11 @@ _FIRST_SPECIAL_STEP = 2**32 - 16
 """Slurm's batch script, interactive shell and the like have step numbers from here on."""
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 """Variable → its value for an interface; NCCL takes a name without `=` for a prefix."""
-_own_values: dict[str, str] = {}
-"""Variables that `use_interface` has set: another session may change those, but not the user's."""
+_own_values: dict[str, tuple[str, str | None]] = {}
+"""Variables that `use_interface` has set, to what, and what they were: another session may change
+those, but not the user's."""
+_LAUNCHERS_CHOICE = "PARALLAX_INTERFACE"
+"""The interface that `parallax run` has chosen by itself: a user's word counts more."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,14 @@ def use_interface(name: str | None) -> None:
 
     Variables that the user has set win: hosts of one job may name their interfaces differently.
     """
-    for variable, value in _own_values.items():
+    for variable, (value, previous) in _own_values.items():
         if os.environ.get(variable) == value:
             del os.environ[variable]
+            os.environ.update({} if previous is None else {variable: previous})
     _own_values.clear()
-    wanted = [variable for variable in _INTERFACES if variable not in os.environ]
+    values = {variable: os.environ.get(variable) for variable in _INTERFACES}
+    chosen = os.environ.get(_LAUNCHERS_CHOICE)
+    wanted = [v for v, form in _INTERFACES.items() if values[v] in (None, form.format(chosen))]
     if name is None or not wanted:
         return
     known = [found for _, found in socket.if_nameindex()]
@@ -92,8 +98,9 @@ def use_interface(name: str | None) -> None:
             f"Config.interface is {name!r}, but this host ({socket.gethostname()}) has "
             f"{', '.join(known)}; where hosts differ, set {' and '.join(wanted)} on each"
         )
-    _own_values.update((variable, _INTERFACES[variable].format(name)) for variable in wanted)
-    os.environ.update(_own_values)
+    for variable in wanted:
+        os.environ[variable] = _INTERFACES[variable].format(name)
+        _own_values[variable] = (os.environ[variable], values[variable])
 
 
 # torchrun -----------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_a_script_finds_what_python_gives_it(directory: Directory) -> None:
         import beside
         print(json.dumps([__name__, __file__, sys.argv, sys.path[0], "torch" in sys.modules]))
         print(sys.modules["__main__"].__dict__ is globals())
-        print([name for name in os.environ if name.startswith("PARALLAX")])
+        print(sorted(name for name in os.environ if name.startswith("PARALLAX")))
         """,
     )
     first, *others = directory.run("-n", "1", "code/train file.py").lines
@@ -245,7 +245,7 @@ def test_a_script_finds_what_python_gives_it(directory: Directory) -> None:
     assert json.loads(first.removeprefix("[worker 0] ")) == [
         "__main__", str(code / "train file.py"), ["code/train file.py"], str(code), False
     ]  # fmt: skip
-    assert others == ["[worker 0] True", "[worker 0] ['PARALLAX_STEP_FILE']"]
+    assert others == ["[worker 0] True", "[worker 0] ['PARALLAX_INTERFACE', 'PARALLAX_STEP_FILE']"]
 
 
 def test_a_module_runs_as_python_runs_it(directory: Directory) -> None:

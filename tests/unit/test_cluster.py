@@ -203,6 +203,17 @@ def test_interface_variables_of_the_user_win(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
+def test_what_the_launcher_chose_by_itself_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = socket.if_nameindex()[0][1]
+    monkeypatch.setenv("PARALLAX_INTERFACE", "eth7")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    use_interface(name)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == name
+    use_interface(None)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
 def test_an_interface_that_is_not_there_is_named_with_those_that_are() -> None:
     name = socket.if_nameindex()[0][1]
     with pytest.raises(ConfigError, match=rf"'eth99', but this host \(.*\) has .*{name}"):

@@ -19,7 +19,8 @@ from parallax.launch.check.links import Link, Listener, clock_offset, measure, r
 from parallax.launch.check.tcp import Connection, Deadline, EndedError
 
 TOKEN = os.urandom(32)
-SMALL = {"seconds": 0.05, "max_bytes": 4 << 20}
+SMALL = {"seconds": 2.0, "max_bytes": 4 << 20}
+"""Ends by its bytes, however busy the machine is."""
 
 
 class Serving:
@@ -83,7 +84,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter limits, so that a test which reaches them is short."""
     monkeypatch.setattr(links, "_CONNECT_SECONDS", 0.3)
     monkeypatch.setattr(links, "_SLACK_SECONDS", 0.3)
-    monkeypatch.setattr(links, "_HANDSHAKE_SECONDS", 0.2)
 
 
 @contextlib.contextmanager
@@ -277,12 +277,13 @@ def test_an_answer_heard_before_is_worth_nothing() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\n\r\n", os.urandom(200)])
-def test_strangers_do_not_keep_a_listener_from_its_work(hurried: None, said: bytes) -> None:
-    with served() as (port, serving), contextlib.ExitStack() as stack:
-        for _ in range(2):
-            stranger = socket.create_connection(("127.0.0.1", port))
-            stack.enter_context(stranger).sendall(said)
-        link = measure("127.0.0.1", port, TOKEN, seconds=0.3)
+def test_strangers_do_not_keep_a_listener_from_its_work(
+    monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    monkeypatch.setattr(links, "_HANDSHAKE_SECONDS", 0.7)
+    with served() as (port, serving), socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(said)
+        link = measure("127.0.0.1", port, TOKEN, **SMALL)
     assert link.send_bytes_per_second > 0
     assert serving.error is None
 
@@ -393,7 +394,7 @@ def test_nobody_answers(hurried: None) -> None:
         assert time.monotonic() - start < 5  # the bound is 0.3 s
 
 
-def test_a_listener_gives_up_on_one_that_breaks_off(hurried: None) -> None:
+def test_a_listener_gives_up_on_one_that_breaks_off() -> None:
     with served() as (port, serving):
         connected = socket.create_connection(("127.0.0.1", port))
         with Connection(connected, Deadline(5)) as connection:

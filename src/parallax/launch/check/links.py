@@ -33,7 +33,7 @@ _PING, _START = b"ping", b"go!\n"
 
 _CONNECT_SECONDS = 3.0
 _SLACK_SECONDS = 2.0
-_HANDSHAKE_SECONDS = 1.0
+_HANDSHAKE_SECONDS = 2.0
 _PING_SECONDS = 0.5
 _NUM_PINGS = 30
 _MAX_PINGS = 1000
@@ -251,7 +251,10 @@ def _explained(where: str) -> Iterator[None]:
         yield
         return
     except ForeignError:
-        reason = "something else than this check answers there; start the check again"
+        reason = (
+            "something else than this check answers there, or one of the two is too busy; "
+            "start the check again"
+        )
     except (EndedError, ConnectionError):
         reason = (
             "the other side closed the connection in the middle; see what the other host says, "

@@ -21,7 +21,7 @@ from parallax.launch.host.measuring import Measuring
 from parallax.launch.host.relay import Relay
 from parallax.launch.host.rundir import RunDirectory
 from parallax.launch.host.supervisor import Supervisor, num_cores
-from parallax.launch.host.worker import DEVICES, RESUME
+from parallax.launch.host.worker import CHOSEN_INTERFACE, DEVICES, RESUME
 from parallax.launch.interface import interface_of
 from parallax.launch.interrupt import Interrupts
 from parallax.launch.job import AgentSpec, HostSpec
@@ -234,6 +234,8 @@ def _choose_interface(
     interface = spec.interface or interface_of(own_address)
     if interface is None:
         return
+    if spec.interface is None:
+        environ[CHOSEN_INTERFACE] = interface
     chosen = {"GLOO_SOCKET_IFNAME": interface}
     if num_hosts > 1:
         chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"

@@ -21,6 +21,8 @@ RESUME = "PARALLAX_RESUME"
 """The environment variable that tells a session where the job's checkpoints are."""
 DEVICES = "PARALLAX_DEVICES"
 """The environment variable that tells a worker the GPUs of the host's workers."""
+CHOSEN_INTERFACE = "PARALLAX_INTERFACE"
+"""The environment variable that tells a session which interface nobody has named."""
 STEP_FILE = "PARALLAX_STEP_FILE"
 """The environment variable that tells a session where to leave its number of steps."""
 
