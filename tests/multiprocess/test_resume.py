@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import struct
 import threading
 from collections import Counter
@@ -26,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 import parallax
 from parallax.checkpoint import autosave
 from parallax.checkpoint.schedule import Schedule
-from parallax.errors import CheckpointError, MismatchError
-from tests.support.workers import run_workers
+from parallax.errors import CheckpointError, MismatchError, PeerError
+from tests.support.workers import outcomes_of, run_workers
 
 NUM_ROWS, WIDTH, NUM_SAMPLES, BATCH = 19, 4, 23, 4
 STEPS_PER_EPOCH, NUM_EPOCHS = 6, 3
@@ -541,7 +542,7 @@ def go_back(path: Path) -> list[str]:
         for epoch in session.epochs(1):
             for batch in loader:
                 if session.step == 4 and job.stops_at is None:
-                    job.stops_at = 5
+                    job.stops_at = 4
                     session.load(path / "step-00000002")
                     break
                 train(job, session, model, optimizers, batch, epoch)
@@ -554,7 +555,7 @@ def go_back(path: Path) -> list[str]:
 
 
 def test_going_back_leaves_no_later_steps_behind(tmp_path: Path) -> None:
-    assert run_workers(go_back, 1, tmp_path)[0] == [f"step-{each:08d}" for each in (1, 2, 3, 4)]
+    assert run_workers(go_back, 1, tmp_path)[0] == [f"step-{each:08d}" for each in (1, 2, 3)]
 
 
 def nothing_there(path: Path) -> list[str]:
@@ -855,6 +856,37 @@ def test_the_step_is_shown_in_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     assert run_workers(show_steps, 2, tmp_path, folder, None) == [[0, 1, 2, 3, 4, 5, 6, 6]] * 2
     assert run_workers(show_steps, 2, tmp_path, folder, folder) == [[4, 5, 6, 6]] * 2
+
+
+def killed(path: Path) -> Job:
+    def script(
+        job: Job, session: parallax.Session, model: Model, optimizers: list[Optimizer]
+    ) -> None:
+        loader = sharded(session)
+        for epoch in session.epochs(NUM_EPOCHS):
+            for batch in loader:
+                backward(job, session, model, batch, epoch)
+                if session.step == 10 and session.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                step(job, session, optimizers)
+
+    with environment(PARALLAX_STEP_FILE=path / os.environ["RANK"]):
+        return run(script, Job({"checkpoint_steps": 4}, path / "saved"))
+
+
+def test_a_killed_worker_has_shown_its_step_and_the_job_goes_on(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / str(rank)).write_bytes(bytes(8))
+    survivor, victim = outcomes_of(killed, 2, tmp_path)
+    assert victim.exit_code == -signal.SIGKILL
+    assert struct.unpack("<q", (tmp_path / "1").read_bytes()) == (10,)
+    assert isinstance(survivor.error, PeerError), survivor.trace
+    assert survivor.error.step in (10, 11)
+    found = run_workers(run, 1, plain, Job({"checkpoint_steps": 4}, tmp_path / "saved"))[0]
+    assert found.resumed_at == 8
+    last = Counter(sample for _, _, epoch, sample in found.seen if epoch == 2)
+    assert last == dict.fromkeys(range(NUM_SAMPLES), 1)
+    assert len([each for each in found.seen if each[2] == 1]) == NUM_SAMPLES - 2 * BATCH
 
 
 def test_options_come_from_toml(tmp_path: Path) -> None:
