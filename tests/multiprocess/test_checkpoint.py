@@ -702,8 +702,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 
 def save_with_loader(path: Path) -> None:
     with session_of("adagrad") as (session, model, optimizers):
-        loader = session.shard(DataLoader(range(10), batch_size=1, shuffle=True))
-        next(iter(loader))
+        batches = iter(session.shard(DataLoader(range(10), batch_size=1, shuffle=True)))
+        next(batches)
         train(session, model, optimizers, 0)
         session.save(path)
 
