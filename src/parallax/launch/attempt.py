@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from parallax.launch import failure
 from parallax.launch.channel import wait
-from parallax.launch.connection import Connection, spec_of
+from parallax.launch.connection import Connection, close_all, spec_of
 from parallax.launch.failure import Failure
 from parallax.launch.hosts import is_local
 from parallax.launch.interface import is_loopback, source_towards
@@ -27,7 +27,6 @@ _LISTEN_SECONDS = 10.0
 _FOLLOW_SECONDS = 2.0
 _CAUSE_SECONDS = 12.0
 _STOP_SECONDS = 9.0
-_CLOSE_SECONDS = 1.0
 
 
 class HostsError(Exception):
@@ -95,9 +94,7 @@ class Attempt:
             raise HostsError("\n".join(problems))
         for problem in problems:
             self._screen.say(f"parallax: {problem}\nparallax: going on without it\n")
-        for connection in self._connections:
-            if connection not in ready:
-                connection.close(0.0)
+        close_all([c for c in self._connections if c not in ready])
         self._connections = ready
         self._check_alike()
 
@@ -251,8 +248,7 @@ class Attempt:
     # Ending -------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        for connection in self._connections:
-            connection.close(_CLOSE_SECONDS)
+        close_all(self._connections)
         self._screen.set_status(None)
         self._streams.finish()
         for record in (record for c in self._connections for record in c.records):

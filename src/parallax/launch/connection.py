@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ _LOST_SECONDS = 8.0
 """A host that was not heard of for so long is lost; by then it has ended its part by itself."""
 _READY_SECONDS = 30.0
 _EXIT_SECONDS = 2.0
+_CLOSE_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 _STDERR_BYTES = 1 << 16
 
@@ -36,6 +38,14 @@ def spec_of(host: Host, interface: str | None, **values: Any) -> HostSpec:
         lapse_seconds=None if is_local(host) else _LAPSE_SECONDS,
         **values,
     )
+
+
+def close_all(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        connection.let_go()
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for connection in connections:
+        connection.close(max(0.0, deadline - time.monotonic()))
 
 
 class Connection:
@@ -177,18 +187,19 @@ class Connection:
         if not self.is_over:
             self.ask("kill" if at_once else "stop")
 
+    def let_go(self) -> None:
+        """The host process ends when its input does, and all that it started with it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     def close(self, timeout_seconds: float) -> None:
-        """Let go: the host process ends when its input does."""
-        files = [self._process.stdin, self._process.stdout, self._process.stderr]
-        for file in files[:1]:
-            assert file is not None
-            file.close()
+        """Wait for its process to end, or end it here; the host sees to its own."""
         try:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for file in files[1:]:
+        for file in (self._process.stdout, self._process.stderr):
             assert file is not None
             file.close()
 

@@ -100,7 +100,8 @@ def explain(host: Host, exit_code: int | None, said: str) -> str:
         )
     if exit_code is None:
         return "no answer came: does its shell wait for something when it starts?"
-    return f"the connection ended with exit code {exit_code}: {said[-_SHOWN_CHARACTERS:] or '-'}"
+    what = f"the connection ended with exit code {exit_code}"
+    return f"{what}: {' '.join(said.split())[-_SHOWN_CHARACTERS:]}" if said else what
 
 
 def _options(**options: str) -> list[str]:

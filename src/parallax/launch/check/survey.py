@@ -12,7 +12,7 @@ from parallax.launch.check import measured
 from parallax.launch.check.links import Link, clock_offset, rounds
 from parallax.launch.check.readiness import HostFacts, judge
 from parallax.launch.check.report import report
-from parallax.launch.connection import Connection, spec_of
+from parallax.launch.connection import Connection, close_all, spec_of
 from parallax.launch.hosts import Host, is_local
 from parallax.launch.interface import source_towards
 from parallax.launch.interrupt import Interrupts
@@ -22,7 +22,6 @@ _TICK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _MEASURE_SECONDS = 30.0
 _NUM_CLOCK_SAMPLES = 5
-_CLOSE_SECONDS = 1.0
 
 _NO_ANSWER = "no answer came in time; start the check again"
 
@@ -90,8 +89,7 @@ class Survey:
 
     def close(self) -> None:
         self._screen.close()
-        for connection in self._connections:
-            connection.close(_CLOSE_SECONDS)
+        close_all(self._connections)
 
     # One host -----------------------------------------------------------------------------
 
