@@ -18,7 +18,7 @@ from parallax.launch.host.lifeline import PARENT_PID
 from parallax.launch.host.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 from parallax.launch.job import AgentSpec, python
 
-_STOP_SECONDS = 7.0
+_STOP_SECONDS = 6.0
 # How long a worker that has recorded its failure may take to end (exit handlers, threads).
 _TEARDOWN_SECONDS = 20.0
 _AGENT_LOG_CHARACTERS = 4000
