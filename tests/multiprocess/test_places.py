@@ -140,14 +140,14 @@ def test_an_interface_that_is_not_there_is_an_error() -> None:
 # Who did not come
 
 
-def absent() -> None:
+def absent(port: int) -> None:
     if rank() == 2:
         raise RuntimeError("the cause")
-    as_srun(1234)
+    as_srun(1234, port)
     start()
 
 
-def as_srun(job: int, **others: str) -> None:
+def as_srun(job: int, port: int, **others: str) -> None:
     variables = {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_ID": "0",
@@ -155,13 +155,14 @@ def as_srun(job: int, **others: str) -> None:
         "SLURM_STEP_NUM_NODES": "1",
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_PROCID": os.environ["RANK"],
+        "MASTER_PORT": str(port),
     }
     os.environ.update({**variables, **others})
     del os.environ["MASTER_ADDR"], os.environ["RANK"], os.environ["WORLD_SIZE"]
 
 
 def test_a_worker_that_does_not_come_is_named() -> None:
-    outcomes = outcomes_of(absent, 4)
+    outcomes = outcomes_of(absent, 4, free_port())
     assert isinstance(outcomes[0].error, WaitTimeoutError), outcomes[0].trace
     for outcome in (outcomes[0], outcomes[1], outcomes[3]):
         # Worker 0 has the store: the others' waits end with it, if not before.
@@ -169,22 +170,21 @@ def test_a_worker_that_does_not_come_is_named() -> None:
     assert "worker 0 of 4 waited 4 s in vain for worker 2" in str(outcomes[0].error)
 
 
-def first_absent() -> None:
+def first_absent(port: int) -> None:
     if rank() == 0:
         raise RuntimeError("the cause")
-    as_srun(1234)
+    as_srun(1234, port)
     start()
 
 
 def test_a_first_worker_that_does_not_come_is_named() -> None:
-    error = outcomes_of(first_absent, 2)[1].error
+    error = outcomes_of(first_absent, 2, free_port())[1].error
     assert isinstance(error, WaitTimeoutError)
     assert "worker 1 did not reach worker 0 at 127.0.0.1:" in str(error)
 
 
 def taken_port(port: int) -> None:
-    os.environ["MASTER_PORT"] = str(port)
-    as_srun(1234)
+    as_srun(1234, port)
     start()
 
 
@@ -196,13 +196,13 @@ def test_a_port_that_another_job_has_is_an_error() -> None:
     assert isinstance(outcomes[1].error, WaitTimeoutError), outcomes[1].trace
 
 
-def several_hosts() -> None:
-    as_srun(1234, SLURM_STEP_NUM_NODES="2")
+def several_hosts(port: int) -> None:
+    as_srun(1234, port, SLURM_STEP_NUM_NODES="2")
     start()
 
 
 def test_a_host_that_knows_itself_by_loopback_only_is_told() -> None:
-    error = outcomes_of(several_hosts, 2)[0].error
+    error = outcomes_of(several_hosts, 2, free_port())[0].error
     assert isinstance(error, ConfigError)
     assert "cannot reach it: set MASTER_ADDR" in str(error)
 
@@ -210,8 +210,8 @@ def test_a_host_that_knows_itself_by_loopback_only_is_told() -> None:
 def two_jobs_at_one_port(port: int) -> int:
     """Workers 0 and 1 are one job; worker 2 is of another, whose first worker got no port."""
     job = rank() // 2
-    os.environ.update(RANK=str([0, 1, 1][rank()]), WORLD_SIZE="2", MASTER_PORT=str(port))
-    as_srun(job)
+    os.environ.update(RANK=str([0, 1, 1][rank()]), WORLD_SIZE="2")
+    as_srun(job, port)
     with start() as session:
         return int(session.num_workers)
 

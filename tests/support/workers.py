@@ -47,12 +47,12 @@ def outcomes_of(
     function: Callable[..., Any], num_workers: int, *args: Any, timeout_seconds: float = 90
 ) -> list[Outcome]:
     """What became of each worker; one that is still there after the timeout is an error."""
-    port = free_port()
+    store = _store()
     pipes, processes = [], []
     for rank in range(num_workers):
         here, there = _context.Pipe(duplex=False)
         process = _context.Process(
-            target=_run, args=(function, args, rank, num_workers, port, there), daemon=False
+            target=_run, args=(function, args, rank, num_workers, store.port, there), daemon=False
         )
         process.start()
         there.close()
@@ -71,6 +71,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _store() -> Any:
+    """Where the workers meet. As with a launcher's agent, it outlives every one of them."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _collect(
@@ -115,6 +130,7 @@ def _run(
         WORLD_SIZE=str(num_workers),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         GLOO_SOCKET_IFNAME="lo",
     )
     result, error, trace = None, None, ""

@@ -19,6 +19,8 @@ from parallax.cluster import Meeting, Place
 from parallax.errors import ConfigError, PeerError, WaitTimeoutError, WorkerLostError
 from parallax.hosts import Arrival, Hosts, common_device
 
+_PART_SECONDS = 3.0
+
 _num_sessions = 0
 """Sessions so far in this process: each has its own keys in the store."""
 _stores: dict[Meeting, Store] = {}
@@ -68,7 +70,7 @@ class Groups:
             default: Store = dist.distributed_c10d._get_default_store()
             return default
         if place.meeting is not None:
-            return _own_store(place.meeting, place.rank, timeout)
+            return _own_store(place.meeting, place.rank, place.num_workers, timeout)
         try:
             found = next(rendezvous("env://", place.rank, place.num_workers, timeout=timeout))
         except RuntimeError as error:
@@ -149,11 +151,13 @@ class Groups:
         return f"worker {self._place.rank} of {self._place.num_workers}"
 
 
-def _own_store(meeting: Meeting, rank: int, timeout: timedelta) -> Store:
+def _own_store(meeting: Meeting, rank: int, num_workers: int, timeout: timedelta) -> Store:
     """The store where workers meet whom nobody has brought together; worker 0 has it."""
     if meeting not in _stores:
         try:
-            _stores[meeting] = _hosted(meeting, timeout) if rank == 0 else _joined(meeting, timeout)
+            store = _hosted(meeting, timeout) if rank == 0 else _joined(meeting, timeout)
+            _stores[meeting] = store
+            atexit.register(_part, PrefixStore(meeting.name, store), rank, num_workers)
         except RuntimeError as error:
             raise WaitTimeoutError(
                 f"worker {rank} did not reach worker 0 at {meeting.address}:{meeting.port} in "
@@ -213,6 +217,19 @@ def _listener(meeting: Meeting) -> socket.socket:
             f"worker 0 cannot listen on {where} ({error}): set MASTER_ADDR to an address of its "
             "host, or MASTER_PORT to a port that is free there, the same for all workers"
         ) from error
+
+
+def _part(store: Store, rank: int, num_workers: int) -> None:
+    """At the end of the process: worker 0, which has the store, lets the others leave first.
+
+    After a failure they may still have to read there whose it was. One that was killed never
+    leaves, so this does not wait for long.
+    """
+    with suppress(RuntimeError):
+        store.set(f"left/{rank}", "")
+        if rank == 0:
+            left = [f"left/{each}" for each in range(num_workers)]
+            store.wait(left, timedelta(seconds=_PART_SECONDS))
 
 
 def _leave() -> None:
