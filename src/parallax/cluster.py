@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from parallax import variables
 from parallax.errors import ConfigError
 
 _HOW = "start the script with `parallax run`, torchrun, srun, Ray Train or plain python"
@@ -28,8 +29,6 @@ _INTERFACES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
 _own_values: dict[str, tuple[str, str | None]] = {}
 """Variables that `use_interface` has set, to what, and what they were: another session may change
 those, but not the user's."""
-_LAUNCHERS_CHOICE = "PARALLAX_INTERFACE"
-"""The interface that `parallax run` has chosen by itself: a user's word counts more."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def use_interface(name: str | None) -> None:
             os.environ.update({} if previous is None else {variable: previous})
     _own_values.clear()
     values = {variable: os.environ.get(variable) for variable in _INTERFACES}
-    chosen = os.environ.get(_LAUNCHERS_CHOICE)
+    chosen = os.environ.get(variables.INTERFACE)  # a user's word counts more
     wanted = [v for v, form in _INTERFACES.items() if values[v] in (None, form.format(chosen))]
     if name is None or not wanted:
         return
@@ -195,12 +194,12 @@ def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
 
 def resume_dir() -> str | None:
     """Where `parallax run --resume` looks for the newest checkpoint; None if it was not given."""
-    return os.environ.get("PARALLAX_RESUME") or None
+    return os.environ.get(variables.RESUME) or None
 
 
 def step_file() -> str | None:
     """The file in which the launcher reads this worker's step; None if nobody does."""
-    return os.environ.get("PARALLAX_STEP_FILE") or None
+    return os.environ.get(variables.STEP_FILE) or None
 
 
 def _integer(name: str) -> int:

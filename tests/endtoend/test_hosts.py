@@ -32,15 +32,17 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = str(Path(parallax.__file__).resolve().parents[1])
 COMMAND = [sys.executable, "-m", "parallax.launch.command"]
-# From a reason to end until nothing of the job is left anywhere.
-END_SECONDS = 10.0
+# From a reason to end until nothing of the job is left anywhere: 10 s are promised, and the rest is
+# for a machine so busy that this process looks late.
+END_SECONDS = 10.0 + 5.0
 FAILURE_SECONDS = 60.0
 HOSTS = ["a", "b", "c", "d"]
 LOCKED, SILENT = "locked", "silent"
 """Hosts that ask for a password, and that have no sshd."""
 SLEEP = "import time\nprint('started', flush=True)\ntime.sleep(600)\n"
 
-# Trains on as many samples as it is told to, once, and notes which samples each step took.
+# Trains on as many samples as it is told to, once, and notes which samples each step took. After
+# the step that is the gate it waits for the blow.
 TRAIN = """
 import json, os, socket, sys, time, uuid
 import torch
@@ -48,7 +50,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import parallax
 
-num_samples = int(sys.argv[1])
+num_samples, gate = int(sys.argv[1]), int(sys.argv[2])
 torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(num_samples, 8), nn.Linear(8, 1))
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -64,6 +66,8 @@ for epoch in session.epochs(1):
         optimizer.step()
         optimizer.zero_grad()
         note.write(json.dumps({"step": session.step, "ids": ids.tolist()}) + "\\n")
+        while session.step == gate and not os.path.exists("struck"):
+            time.sleep(0.01)
         time.sleep(0.02)
 note.write(json.dumps({"end": session.step}) + "\\n")
 """
@@ -149,9 +153,13 @@ class Cluster:
         found = self.bed.processes(host)
         return [pid for pid, argv in found if re.search(pattern, " ".join(argv))]
 
-    def wait_until_empty(self, seconds: float, num_directories: int = 0) -> None:
+    def wait_until_empty(self, seconds: float) -> None:
         wait_until(lambda: not any(self.processes(name) for name in HOSTS), seconds)
-        assert len(list((self.path / "tmp").glob("parallax-*"))) == num_directories
+        assert not list((self.path / "tmp").glob("parallax-*"))
+
+    def strike(self, blow: Blow, host: str) -> None:
+        blow(self, host)
+        (self.path / "struck").touch()
 
     def notes(self) -> list[list[dict]]:
         files = sorted((self.path / "notes").iterdir())
@@ -277,61 +285,63 @@ def test_hosts_may_have_different_numbers_of_workers_and_devices(cluster: Cluste
 # Failures in the middle
 
 
-def kill_worker(cluster: Cluster) -> None:
-    os.kill(cluster.processes("b", "launch.host.worker")[0], signal.SIGKILL)
+def kill_worker(cluster: Cluster, host: str) -> None:
+    os.kill(cluster.processes(host, "launch.host.worker")[0], signal.SIGKILL)
 
 
-def kill_agent(cluster: Cluster) -> None:
-    os.kill(cluster.processes("b", "launch.host.agent")[0], signal.SIGKILL)
+def kill_agent(cluster: Cluster, host: str) -> None:
+    os.kill(cluster.processes(host, "launch.host.agent")[0], signal.SIGKILL)
 
 
-def kill_host_process(cluster: Cluster) -> None:
-    os.kill(cluster.processes("b", "launch.host.process")[0], signal.SIGKILL)
+def kill_host_process(cluster: Cluster, host: str) -> None:
+    os.kill(cluster.processes(host, "launch.host.process")[0], signal.SIGKILL)
 
 
-def cut_link(cluster: Cluster) -> None:
-    cluster.bed.cut("b")
+def cut_link(cluster: Cluster, host: str) -> None:
+    cluster.bed.cut(host)
 
 
-BLOWS = {
-    kill_worker: r"worker 1 on b was ended by signal 9.* at step \d+",
-    kill_agent: r"the agent on b, which starts worker 1, was ended by signal 9",
-    kill_host_process: r"host b \(worker 1\) is lost: ",
-    cut_link: r"host b \(worker 1\) is lost: no sign of life for 8 s at step \d+",
-}
+Blow = Callable[[Cluster, str], None]
+# Host a has worker 0 and the meeting point of all.
+BLOWS = [
+    (kill_worker, "b", r"worker 1 on b was ended by signal 9.* at step 20"),
+    (kill_agent, "a", r"the agent on a, which starts worker 0, was ended by signal 9 at step 20"),
+    (kill_host_process, "b", r"host b \(worker 1\) is lost: .* exit code 137 at step 20"),
+    (cut_link, "a", r"host a \(worker 0\) is lost: no sign of life for 8 s at step 20"),
+]
 
 
-@pytest.mark.parametrize(
-    ("blow", "message"), BLOWS.items(), ids=lambda x: getattr(x, "__name__", "")
-)
+@pytest.mark.parametrize(("blow", "host", "message"), BLOWS)
 def test_a_blow_ends_the_job_and_names_the_host(
-    cluster: Cluster, blow: Callable[[Cluster], None], message: str
+    cluster: Cluster, blow: Blow, host: str, message: str
 ) -> None:
     cluster.hosts = ["a", "b"]
     cluster.write("train.py", TRAIN)
-    with cluster.start("--hosts", cluster.hosts_file(), "train.py", "6000") as process:
-        cluster.wait_for_step(60)  # long enough for its host to have told of some
+    with cluster.start("--hosts", cluster.hosts_file(), "train.py", "600", "20") as process:
+        cluster.wait_for_step(20)
+        time.sleep(2.0)  # its host tells of it once a second
         begin = time.monotonic()
-        blow(cluster)
+        cluster.strike(blow, host)
         _, stderr = process.communicate(timeout=FAILURE_SECONDS)
     assert time.monotonic() - begin < FAILURE_SECONDS
     assert process.returncode != 0
     assert re.search(f"parallax: {message}", stderr), stderr
-    # Nobody is left to remove the directory of a host process that was killed.
-    cluster.wait_until_empty(END_SECONDS, num_directories=int(blow is kill_host_process))
+    cluster.wait_until_empty(END_SECONDS)
 
 
-@pytest.mark.parametrize("blow", [kill_worker, kill_agent, cut_link])
+@pytest.mark.parametrize(("blow", "host"), [(kill_worker, "b"), (kill_agent, "b"), (cut_link, "a")])
 def test_a_restart_goes_on_from_the_checkpoint_and_loses_no_sample(
-    cluster: Cluster, blow: Callable[[Cluster], None]
+    cluster: Cluster, blow: Blow, host: str
 ) -> None:
     cluster.hosts = ["a", "b", "c"] if blow is cut_link else ["a", "b"]
     num_workers = len(cluster.hosts)
     cluster.write("train.py", TRAIN)
     options = ["--max-restarts", "1", "--resume", "checkpoints"]
-    with cluster.start("--hosts", cluster.hosts_file(), *options, "train.py", "240") as process:
+    with cluster.start(
+        "--hosts", cluster.hosts_file(), *options, "train.py", "240", "12"
+    ) as process:
         cluster.wait_for_step(12)
-        blow(cluster)
+        cluster.strike(blow, host)
         stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stdout + stderr
     assert "restart 1 of 1 from " in stderr
@@ -342,7 +352,7 @@ def test_a_restart_goes_on_from_the_checkpoint_and_loses_no_sample(
     assert [note[0]["workers"] for note in first] == [num_workers] * num_workers
     assert [note[0]["workers"] for note in second] == [num_left] * num_left
     (begin,) = {note[0]["begin"] for note in second}
-    assert begin >= 10  # a checkpoint every 5 steps, and 12 had been taken
+    assert begin == 10  # a checkpoint every 5 steps, and 12 had been taken
     before = [e["ids"] for note in first for e in note[1:] if e["step"] <= begin]
     after = [e["ids"] for note in second for e in note[1:-1]]
     seen = sorted(sample for ids in before + after for sample in ids)
@@ -354,9 +364,11 @@ def test_a_host_that_comes_back_is_used_again(cluster: Cluster) -> None:
     cluster.hosts = ["a", "b"]
     cluster.write("train.py", TRAIN)
     options = ["--max-restarts", "2", "--resume", "checkpoints"]
-    with cluster.start("--hosts", cluster.hosts_file(), *options, "train.py", "400") as process:
+    with cluster.start(
+        "--hosts", cluster.hosts_file(), *options, "train.py", "400", "6"
+    ) as process:
         cluster.wait_for_step(6)
-        cluster.bed.cut("b")
+        cluster.strike(cut_link, "b")
         wait_until(lambda: len(cluster.notes()) == 3, 60.0)  # one goes on alone
         cluster.bed.mend("b")
         wait_until(
@@ -370,6 +382,36 @@ def test_a_host_that_comes_back_is_used_again(cluster: Cluster) -> None:
     assert sorted(note[0]["workers"] for note in cluster.notes()) == [1, 2, 2, 2, 2]
 
 
+def test_a_restart_waits_for_a_host_when_none_is_left(cluster: Cluster) -> None:
+    cluster.hosts = ["a"]
+    cluster.write("train.py", TRAIN)
+    options = ["--max-restarts", "3", "--resume", "checkpoints"]
+    with cluster.start("--hosts", cluster.hosts_file(), *options, "train.py", "40", "6") as process:
+        cluster.wait_for_step(6)
+        cluster.strike(cut_link, "a")
+        assert process.stderr is not None
+        said = []
+        while not said or not said[-1].startswith("parallax: waiting 10 s for a host"):
+            said.append(process.stderr.readline())
+            assert said[-1], said
+        cluster.bed.mend("a")
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, "".join(said) + stderr
+    assert "restart 2 of 3 from checkpoints" in stderr
+    assert [note[0]["begin"] for note in cluster.notes() if "end" in note[-1]] == [5]
+
+
+def test_a_reader_that_takes_its_time_loses_no_host(cluster: Cluster) -> None:
+    cluster.hosts = ["a"]
+    cluster.write("train.py", "for i in range(120_000): print(i, 'x' * 100)\n")
+    with cluster.start("--hosts", cluster.hosts_file(), "train.py") as process:
+        wait_until(lambda: bool(cluster.processes("a", "launch.host.worker")), 30)
+        time.sleep(10)  # longer than a host would wait for a launcher that is silent
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert len(stdout.splitlines()) == 120_000
+
+
 def test_the_traceback_comes_last_with_host_worker_and_step(cluster: Cluster) -> None:
     cluster.hosts = ["a", "b"]
     cluster.write(
@@ -378,7 +420,7 @@ def test_the_traceback_comes_last_with_host_worker_and_step(cluster: Cluster) ->
             "time.sleep(0.02)", "assert session.step < 7 or session.rank == 0, 'bad batch'"
         ),
     )
-    ended = cluster.run("--hosts", cluster.hosts_file(), "--log-dir", "logs", "train.py", "60")
+    ended = cluster.run("--hosts", cluster.hosts_file(), "--log-dir", "logs", "train.py", "60", "0")
     assert ended.code == 1
     assert (
         "parallax: worker 1 on b failed at step 7 with exit code 1 (AssertionError: bad batch)"
@@ -521,19 +563,19 @@ def test_a_check_measures_every_link_and_keeps_it(bed: Testbed, cluster: Cluster
         bed.shape("c", "10gbit")
     assert ended.code == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
+    links = [line.split()[:2] for line in lines if line.count("bit/s") == 2]
     for name in cluster.hosts:
         assert any(line.split()[:3] == [name, bed.host(name).address, "eth0"] for line in lines)
-    assert [line.split()[:2] for line in lines if " µs " in line and "bit/s" in line] == [
-        ["a", "b"], ["a", "c"], ["b", "c"]
-    ]  # fmt: skip
+    assert links == [["a", "b"], ["a", "c"], ["b", "c"]]
     assert any(line.startswith("ready: 3 hosts") for line in lines)
     (kept,) = (cluster.path / "cache").rglob("*.json")
     links = {(e["from"], e["to"]): e for e in json.loads(kept.read_text())["links"]}
     rates = {pair: link["send_bytes_per_second"] * 8 for pair, link in links.items()}
     assert len(rates) == 3
-    # Generous: the machine may be busy. It is the right link that must be the slow one.
-    assert all(25e6 < rate < 60e6 for pair, rate in rates.items() if "c" in pair)
-    assert all(rate > 100e6 for pair, rate in rates.items() if "c" not in pair)
+    # The machine may be busy: it is the right links that must be the slow ones.
+    slow = [rate for pair, rate in rates.items() if "c" in pair]
+    assert max(slow) < 60e6
+    assert max(slow) < min(rate for pair, rate in rates.items() if "c" not in pair)
     cluster.wait_until_empty(END_SECONDS)
 
 
@@ -556,7 +598,7 @@ def test_a_check_says_what_is_wrong_and_goes_on_with_the_rest(cluster: Cluster) 
 def test_nothing_listens_but_where_it_was_asked_to(cluster: Cluster) -> None:
     cluster.hosts = ["a", "b"]
     cluster.write("train.py", TRAIN)
-    with cluster.start("--hosts", cluster.hosts_file(), "train.py", "6000"):
+    with cluster.start("--hosts", cluster.hosts_file(), "train.py", "600", "2"):
         cluster.wait_for_step(2)
         for name in cluster.hosts:
             own = next(host.address for host in cluster.bed.hosts if host.name == name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import parallax
+from parallax.launch.interface import addresses, is_loopback
 
 pytestmark = [
     pytest.mark.timeout(90),
@@ -31,6 +34,15 @@ SOURCE = str(Path(parallax.__file__).resolve().parents[1])
 END_SECONDS = 15.0
 FOREVER = "import time\ntime.sleep(600)\n"
 WRITE_PID = "import os\nopen(f'pid-{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))\n"
+
+
+# Two for each worker, one of them in a session of its own, as servers and trackers are.
+CHILDREN = """
+import os, subprocess
+for number, apart in enumerate((False, True), start=1):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=apart)
+    open(f"pid-{int(os.environ['RANK']) + 2 * number}", "w").write(str(child.pid))
+"""
 
 
 @dataclass
@@ -75,11 +87,11 @@ class Directory:
         return Ended(done.returncode, done.stdout, done.stderr)
 
     @contextmanager
-    def start(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    def start(self, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
         with subprocess.Popen(
             [*COMMAND, "run", *arguments],
             cwd=self.path,
-            env=self.environ(),
+            env=self.environ(**variables),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -121,6 +133,10 @@ def is_alive(pid: int) -> bool:
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 # Output
@@ -197,6 +213,58 @@ def test_a_log_file_for_each_worker(directory: Directory) -> None:
     log = (directory.path / "the logs" / "worker-0.log").read_text()
     assert log.startswith("rank 0\nTraceback")
     assert log.endswith("ValueError: bad\n")
+
+
+def test_a_reader_that_takes_its_time_misses_nothing(directory: Directory) -> None:
+    """As a pager does: more than every buffer on the way holds waits for it."""
+    directory.write("train.py", WRITE_PID, "for i in range(120_000): print(i, 'x' * 100)\n")
+    with directory.start("-n", "1", "train.py") as process:
+        (pid,) = directory.pids(1)
+        time.sleep(6.0)  # longer than any wait for it would be
+        assert is_alive(pid)  # it stands in a print, as on a terminal
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert len(stdout.splitlines()) == 120_000
+    assert stdout.splitlines()[-1].startswith("[worker 0] 119999 x")
+
+
+def test_a_terminal_shows_how_the_job_is_doing(directory: Directory) -> None:
+    directory.write(
+        "train.py",
+        """
+        import time, torch, parallax
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = parallax.parallelize(model, optimizer)
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        time.sleep(2.5)
+        raise ValueError("the end")
+        """,
+    )
+    master, slave = pty.openpty()
+    with subprocess.Popen(
+        [*COMMAND, "run", "-n", "2", "train.py"],
+        cwd=directory.path,
+        env=directory.environ(TERM="xterm"),
+        stdout=slave,
+        stderr=slave,
+    ):
+        os.close(slave)
+        shown = read_all(master).decode()
+    assert re.search(r"\x1b\[Kstep 3 · 2 workers · 0:00:\d\d", shown), shown
+    assert re.search(r"\x1b\[31mparallax: worker . failed at step 3 with", shown), shown
+
+
+def read_all(fd: int) -> bytes:
+    data = b""
+    while True:
+        try:
+            data += os.read(fd, 1 << 16)
+        except OSError:  # that is how a terminal ends
+            os.close(fd)
+            return data
 
 
 def test_a_reader_that_leaves_ends_the_job(directory: Directory) -> None:
@@ -301,20 +369,41 @@ def test_workers_form_a_process_group(directory: Directory) -> None:
     assert sorted(ended.lines) == ["[worker 0] 3.0", "[worker 1] 3.0"], ended.stderr
 
 
-def test_the_store_is_not_open_to_the_network(directory: Directory) -> None:
+def test_nothing_is_open_to_the_network(directory: Directory) -> None:
+    """Also not on the address by which the user is logged in."""
     directory.write(
         "train.py",
         """
-        import os
-        port = f"{int(os.environ['MASTER_PORT']):04X}"
+        import os, torch.distributed as dist
+        dist.init_process_group("gloo")
+
+        def sockets(pid):
+            links = [f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd")]
+            names = [os.readlink(link) for link in links if os.path.lexists(link)]
+            return {name[8:-1] for name in names if name.startswith("socket:[")}
+
+        own = sockets(os.getpid()) | sockets(os.getppid())
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             for line in open(table).readlines()[1:]:
-                address, state = line.split()[1], line.split()[3]
-                if state == "0A" and address.endswith(":" + port):
-                    print(address.partition(":")[0])
+                words = line.split()
+                if words[3] == "0A" and words[9] in own:
+                    print(words[1].partition(":")[0])
+        dist.barrier()
         """,
     )
-    assert directory.run("-n", "1", "train.py").lines == ["[worker 0] 0100007F"]
+    own = next((found for _, found in addresses() if not is_loopback(found)), "192.0.2.1")
+    ended = directory.run("-n", "2", "train.py", SSH_CONNECTION=f"192.0.2.9 1 {own} 22")
+    assert ended.code == 0, ended.stderr
+    # The agent's store, seen by both workers, and what gloo listens on.
+    assert {line.split()[-1] for line in ended.lines} == {"0100007F"}
+    assert len(ended.lines) >= 4
+
+
+def test_the_id_of_a_job_is_its_own(directory: Directory) -> None:
+    directory.write("train.py", "import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])\n")
+    ids = {directory.run("-n", "1", "train.py").stdout for _ in range(2)}
+    assert len(ids) == 2
+    assert all(len(line) >= 16 for line in ids)
 
 
 # Failures
@@ -439,13 +528,12 @@ def test_a_crash_in_native_code_shows_where_python_was(directory: Directory) -> 
 def test_ctrl_c_leaves_no_process(directory: Directory) -> None:
     directory.write(
         "train.py",
-        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\n",
+        CHILDREN,
         WRITE_PID,
-        "open(f'pid-{int(os.environ[\"RANK\"]) + 2}', 'w').write(str(child.pid))\n",
         FOREVER,
     )
     with directory.start("-n", "2", "train.py") as process:
-        pids = directory.pids(4) + children(process.pid)
+        pids = directory.pids(6) + children(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(END_SECONDS) == 130
         assert process.stderr is not None
@@ -491,16 +579,34 @@ def test_kill_9_of_the_launcher_leaves_no_process(directory: Directory) -> None:
         wait_until(lambda: not any(map(is_alive, pids)), END_SECONDS)
 
 
+def test_kill_9_of_the_host_process_leaves_nothing(directory: Directory) -> None:
+    directory.write("train.py", CHILDREN.replace("(False, True)", "(False,)"), WRITE_PID, FOREVER)
+    with directory.start("-n", "2", "train.py") as process:
+        pids = directory.pids(4)
+        (host,) = children(process.pid)
+        pids += children(host)
+        os.kill(host, signal.SIGKILL)
+        assert process.wait(END_SECONDS) == 1
+        assert process.stderr is not None
+        assert "the process that looks after workers 0, 1 is lost" in process.stderr.read()
+    wait_until(lambda: not any(map(is_alive, pids)), END_SECONDS)
+    wait_until(lambda: not list((directory.path / "tmp").glob("parallax-*")), END_SECONDS)
+
+
 def test_an_agent_that_is_killed_is_reported(directory: Directory) -> None:
     directory.write("train.py", WRITE_PID, FOREVER)
-    with directory.start("-n", "2", "train.py") as process:
+    with directory.start("-n", "2", "train.py", LOGLEVEL="INFO") as process:
         pids = directory.pids(2)
         (host,) = children(process.pid)
-        (agent,) = children(host)
+        agent = next(pid for pid in children(host) if "launch.host.agent" in command_of(pid))
         os.kill(agent, signal.SIGKILL)
         assert process.wait(END_SECONDS) == 1
         assert process.stderr is not None
-        assert "was ended by signal 9" in process.stderr.read()
+        said = process.stderr.read()
+        assert "was ended by signal 9" in said
+        # torch logs the configuration: the secret of the job must not be in it.
+        assert "rdzv_configs" in said
+        assert not re.search("[0-9a-f]{64}", said)
     wait_until(lambda: not any(map(is_alive, pids)), 2.0)
 
 
@@ -517,6 +623,12 @@ def test_an_agent_that_is_killed_is_reported(directory: Directory) -> None:
         (["-n", "2"], "no script was given"),
         (["-n", "2", "-m"], "no script was given"),
         (["-n", "2", "--nonsense", "train.py"], "--nonsense"),
+        (["-n", "2", "--max-restarts", "1", "train.py"], "--max-restarts needs --resume DIR"),
+        (["-n", "2", "--max-restarts", "-1", "train.py"], "'-1' is not a number, 0 or more"),
+        (["-n", "2", "--log-dir", "/proc/x", "train.py"], "--log-dir '/proc/x' cannot be made"),
+        (["--hosts", "absent", "train.py"], "cannot read the hosts file 'absent'"),
+        (["-n", "2", "--port", "0", "train.py"], "'0' is not a port"),
+        (["-n", "2", "--start-timeout", "no", "train.py"], "'no' is not a number of seconds"),
     ],
 )
 def test_a_mistake_is_answered_at_once(
@@ -536,7 +648,7 @@ def test_the_command_does_not_import_torch() -> None:
 
 
 def test_help_and_version_are_given() -> None:
-    for words in (["--help"], ["run", "--help"], ["export", "--help"], ["--version"]):
+    for words in (["--help"], ["run", "--help"], ["check", "--help"], ["export", "--help"]):
         done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0
         assert "parallax" in done.stdout

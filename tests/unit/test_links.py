@@ -16,7 +16,7 @@ import pytest
 from parallax.errors import ConfigError, LinkError
 from parallax.launch.check import links
 from parallax.launch.check.links import Link, Listener, clock_offset, measure, rounds
-from parallax.launch.check.tcp import Connection, Deadline, EndedError
+from parallax.launch.check.tcp import Deadline, EndedError, Wire
 
 TOKEN = os.urandom(32)
 SMALL = {"seconds": 2.0, "max_bytes": 4 << 20}
@@ -87,11 +87,11 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def connected_pair() -> Iterator[tuple[Connection, Connection]]:
+def connected_pair() -> Iterator[tuple[Wire, Wire]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    with Connection(one, Deadline(10)) as first, Connection(other, Deadline(10)) as second:
+    with Wire(one, Deadline(10)) as first, Wire(other, Deadline(10)) as second:
         yield first, second
 
 
@@ -126,7 +126,7 @@ def test_a_listener_serves_one_after_another() -> None:
 
 def test_the_rates_are_what_the_receiver_counted() -> None:
     def behave(connected: socket.socket) -> None:
-        connection = Connection(connected, Deadline(5))
+        connection = Wire(connected, Deadline(5))
         request = connection.admit(TOKEN, struct.calcsize("!cdQ"))
         if request[:1] == b"<":
             while connection.receive(4) == b"ping":
@@ -149,7 +149,7 @@ def test_the_rates_are_what_the_receiver_counted() -> None:
 def test_the_start_is_not_counted() -> None:
     counted = []
 
-    class Counting(Connection):
+    class Counting(Wire):
         def __init__(self) -> None: ...
 
         def receive(self, num_bytes: int) -> bytes:
@@ -168,7 +168,7 @@ def test_the_start_is_not_counted() -> None:
 def test_a_listener_leaves_the_closing_to_the_one_that_waits_for_its_count() -> None:
     with served() as (port, serving):
         connected = socket.create_connection(("127.0.0.1", port))
-        with Connection(connected, Deadline(5)) as connection:
+        with Wire(connected, Deadline(5)) as connection:
             connection.introduce(TOKEN, struct.pack("!cdQ", b">", 0.1, 1 << 20))
             connection.flood(1 << 20)
             connection.receive(16)
@@ -302,7 +302,7 @@ def dripping(connected: socket.socket) -> None:
 
 def deaf(connected: socket.socket) -> None:
     """Admits, answers pings, and then neither sends nor receives."""
-    connection = Connection(connected, Deadline(5))
+    connection = Wire(connected, Deadline(5))
     connection.admit(TOKEN, struct.calcsize("!cdQ"))
     while connection.receive(4) == b"ping":
         connection.send(b"ping")
@@ -311,7 +311,7 @@ def deaf(connected: socket.socket) -> None:
 
 def deaf_to_data(connected: socket.socket) -> None:
     """Sends its data, but neither takes the other's nor says so."""
-    connection = Connection(connected, Deadline(5))
+    connection = Wire(connected, Deadline(5))
     if connection.admit(TOKEN, struct.calcsize("!cdQ"))[:1] == b"<":
         while connection.receive(4) == b"ping":
             connection.send(b"ping")
@@ -336,7 +336,7 @@ def closing(connected: socket.socket) -> None:
 
 
 def closing_after_pings(connected: socket.socket) -> None:
-    connection = Connection(connected, Deadline(5))
+    connection = Wire(connected, Deadline(5))
     connection.admit(TOKEN, struct.calcsize("!cdQ"))
     while connection.receive(4) == b"ping":
         connection.send(b"ping")
@@ -397,7 +397,7 @@ def test_nobody_answers(hurried: None) -> None:
 def test_a_listener_gives_up_on_one_that_breaks_off() -> None:
     with served() as (port, serving):
         connected = socket.create_connection(("127.0.0.1", port))
-        with Connection(connected, Deadline(5)) as connection:
+        with Wire(connected, Deadline(5)) as connection:
             connection.introduce(TOKEN, struct.pack("!cdQ", b"<", 0.1, 1 << 20))
             connection.send(b"ping")
     assert isinstance(serving.error, LinkError)

@@ -13,9 +13,9 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "errors config init cluster hosts beacon analysis cost plan ledger table gradient shard "
-    "exchange sparse dense backward clip guard optim ownership placement data checkpoint progress "
-    "session"
+    "variables errors config init cluster hosts beacon analysis cost plan ledger table gradient "
+    "shard exchange sparse dense backward clip guard optim ownership placement data checkpoint "
+    "progress session"
 ).split()
 
 

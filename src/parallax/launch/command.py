@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import io
+import math
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 from parallax.errors import ConfigError, ParallaxError
 from parallax.launch import launcher
-from parallax.launch.check.survey import check
+from parallax.launch.check.survey import Way, check
 from parallax.launch.hosts import Host, read_hosts, workers_of
 from parallax.launch.job import Job, Kind, Program
 
@@ -26,8 +27,9 @@ Start workers on this machine (-n) or on several (--hosts), each running the sam
 and watch over them.
 
 Everything after the script's name belongs to the script. Every line that a worker
-prints is shown with its name, `[worker 2] …`. When one worker fails, the others are
-ended, its traceback is shown last, and its exit code is returned. Ctrl-C ends them all.
+prints is shown with its name, `[worker 2] …` or `[node1 worker 2] …`. When one worker
+fails, the others are ended, its traceback is shown last, and its exit code is returned.
+Ctrl-C ends them all. (With --hosts Ctrl-Z is ignored: hosts could not tell it from death.)
 """
 
 _RUN_EXAMPLES = """\
@@ -50,14 +52,14 @@ host's cores unless it is set already. Standard input is empty.
 
 _CHECK_DESCRIPTION = """\
 Reach every host, compare the versions of python, torch and parallax, the clocks and free
-ports, and measure latency and bandwidth between each pair: less than 2 s and 128 MB a
-pair, several pairs at a time. Ends with what is wrong and what to do, and with exit code
+ports, and measure latency and bandwidth between each pair: about 2 s and at most 140 MB
+a pair, several pairs at a time. Ends with what is wrong and what to do, and with exit code
 0 if a job can start. The rates are kept for the planner.
 """
 
 _OPTIONS_WITH_VALUE = (
     "-n", "--workers", "--hosts", "--log-dir", "--max-restarts", "--resume", "--interface",
-    "--port", "--ssh-config",
+    "--port", "--ssh-config", "--start-timeout",
 )  # fmt: skip
 
 
@@ -135,16 +137,10 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--resume",
         metavar="DIR",
         help="begin from the newest complete checkpoint in DIR if there is one, and keep "
-        "checkpoints there (Config.checkpoint_steps, checkpoint_seconds, checkpoint_keep); all "
-        "hosts must share it",
+        "checkpoints there (Config.checkpoint_steps, checkpoint_seconds, checkpoint_keep); with "
+        "--hosts, all must share it",
     )
-    run.add_argument(
-        "--port",
-        type=_port,
-        default=0,
-        metavar="P",
-        help="the port of the first host where the others meet it (default: any that is free)",
-    )
+    _add_port(run)
     _add_ways(run)
     # `_split` takes it away with all that follows; it stands here for the help.
     run.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as `python -m`")
@@ -159,7 +155,18 @@ def _add_check(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     check.add_argument("--hosts", metavar="FILE", required=True, help="the hosts to look at")
+    _add_port(check)
     _add_ways(check)
+
+
+def _add_port(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--port",
+        type=_port,
+        default=0,
+        metavar="P",
+        help="the port of the first host where the others meet it (default: any that is free)",
+    )
 
 
 def _add_ways(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +177,13 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         help="the network interface that the hosts talk over (default: where ssh comes in)",
     )
     parser.add_argument("--ssh-config", metavar="FILE", help="a configuration file for ssh")
+    parser.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds in which every host must answer, and then all must meet (default 60)",
+    )
 
 
 def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -220,12 +234,24 @@ def _run(options: argparse.Namespace, script: _Script | None) -> int:
         return _refuse("how many workers? Give -n/--workers N, or --hosts FILE")
     if options.max_restarts and options.resume is None:
         return _refuse("--max-restarts needs --resume DIR, where the checkpoints are")
+    if options.log_dir is not None and (problem := _log_problem(options.log_dir)) is not None:
+        return _refuse(problem)
     try:
         return launcher.run(_job(options, script))
     except ConfigError as error:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(str(error), code=1)
+
+
+def _log_problem(log_dir: str) -> str | None:
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+    except OSError as error:
+        return f"--log-dir {log_dir!r} cannot be made: {error.strerror}; name another directory"
+    if not os.access(log_dir, os.W_OK):
+        return f"--log-dir {log_dir!r} cannot be written to; name another directory"
+    return None
 
 
 def _job(options: argparse.Namespace, script: _Script) -> Job:
@@ -240,7 +266,8 @@ def _job(options: argparse.Namespace, script: _Script) -> Job:
         num_workers=workers_of(hosts, options.workers),
         log_dir=options.log_dir,
         max_restarts=options.max_restarts,
-        resume=None if options.resume is None else os.path.abspath(options.resume),
+        resume=options.resume,
+        start_seconds=options.start_timeout,
         interface=options.interface,
         port=options.port,
         ssh_config=options.ssh_config,
@@ -258,7 +285,13 @@ def _columns(host: str) -> int | None:
 
 def _check(options: argparse.Namespace) -> int:
     try:
-        return check(read_hosts(options.hosts), options.interface, options.ssh_config)
+        way = Way(
+            interface=options.interface,
+            port=options.port,
+            ssh_config=options.ssh_config,
+            start_seconds=options.start_timeout,
+        )
+        return check(read_hosts(options.hosts), way)
     except ConfigError as error:
         return _refuse(str(error))
     except OSError as error:
@@ -294,6 +327,16 @@ def _count(text: str) -> int:
 
 def _port(text: str) -> int:
     return _number(text, 1, 65535, "a port, 1 to 65535")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def _number(text: str, smallest: int, largest: int | None, what: str) -> int:

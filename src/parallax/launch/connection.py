@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from parallax.launch import failure, ssh
 from parallax.launch.channel import Channel, Message, Output
+from parallax.launch.check.links import ClockOffset, clock_offset
 from parallax.launch.failure import Failure
 from parallax.launch.host.facts import Facts, version_of
 from parallax.launch.hosts import Host, is_local
 from parallax.launch.job import HostSpec
 
+# [Note: lapse] A host that hears nothing from the launcher for 7 s ends its part of the job at
+# once; the launcher gives up a host of which it heard nothing for 8 s. Either beats once a second.
+# So when a restart begins, seconds later, nothing of the job runs on a host that was given up.
 _LAPSE_SECONDS = 7.0
-"""A host that hears nothing from the launcher for so long ends its part of the job."""
 _LOST_SECONDS = 8.0
-"""A host that was not heard of for so long is lost; by then it has ended its part by itself."""
-_READY_SECONDS = 30.0
+_DEATH_HEAD_START_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
-_CLOSE_SECONDS = 2.0
+_KILL_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
 _STDERR_BYTES = 1 << 16
 
@@ -35,17 +37,10 @@ def spec_of(host: Host, interface: str | None, **values: Any) -> HostSpec:
         environment=dict(host.environment),
         address=host.address,
         interface=host.interface or interface,
+        is_remote=not is_local(host),
         lapse_seconds=None if is_local(host) else _LAPSE_SECONDS,
         **values,
     )
-
-
-def close_all(connections: Sequence[Connection]) -> None:
-    for connection in connections:
-        connection.let_go()
-    deadline = time.monotonic() + _CLOSE_SECONDS
-    for connection in connections:
-        connection.close(max(0.0, deadline - time.monotonic()))
 
 
 class Connection:
@@ -63,8 +58,10 @@ class Connection:
         """What it says of itself, when it is ready."""
         self.listening_port: int | None = None
         self.steps: list[int | None] = []
-        self.answers: list[Message] = []
-        """What it said to `ask`, since this was cleared."""
+        self.answer: Message | None = None
+        """What it said to what it was last asked."""
+        self.clock = ClockOffset(0.0, math.inf)
+        """How far its clock is ahead of ours."""
         self.ended: dict[str, Any] | None = None
         """How its workers ended, when they have."""
         self.problem: str | None = None
@@ -74,8 +71,10 @@ class Connection:
         self._lost_at = 0.0
         self._closed_at: float | None = None
         self._beat_at = 0.0
-        self._ready_by = time.monotonic() + _READY_SECONDS
-        self._clock_offset_seconds = 0.0
+        self._ready_by = time.monotonic() + spec.start_seconds
+        self._ended_at = 0.0
+        self._num_asked = 0
+        self._clock_samples: list[tuple[float, float, float]] = []
         self._stderr = bytearray()
         self._process = ssh.start(host, ssh_config)
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
@@ -85,6 +84,15 @@ class Connection:
         self.channel = Channel(stdout.fileno(), stdin.fileno(), awaits_mark=True)
         version = version_of("parallax-torch") or "unknown"
         self.channel.send_line({"version": version, **asdict(spec)})
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has said of itself what there is to say."""
+        return self.facts is not None and bool(self._clock_samples)
+
+    @property
+    def num_clock_samples(self) -> int:
+        return len(self._clock_samples)
 
     @property
     def is_over(self) -> bool:
@@ -98,8 +106,13 @@ class Connection:
 
     # What comes ---------------------------------------------------------------------------
 
-    def receive(self, ready: set[int]) -> list[Output]:
-        """Take in what has come; gives the workers' output."""
+    def receive(self, ready: set[int], *, is_held: bool = False) -> list[Output]:
+        """Take in what has come; gives the workers' output.
+
+        While it `is_held`, nobody reads: then silence says nothing of the host.
+        """
+        if is_held:
+            self.channel.heard_at = time.monotonic()
         if self._stderr_fd in ready:
             self._read_stderr()
         outputs = []
@@ -117,7 +130,10 @@ class Connection:
         match message:
             case {"ready": values}:
                 self.facts = Facts(**values)
-                self._clock_offset_seconds = time.time() - self.facts.time_seconds
+                self.ask_clock()
+            case {"clock": remote, "asked": asked}:
+                self._clock_samples.append((asked, remote, time.time()))
+                self.clock = clock_offset(self._clock_samples)
             case {"refused": reason}:
                 self.problem = reason
             case {"listening": port}:
@@ -126,8 +142,9 @@ class Connection:
                 self.steps = steps
             case {"ended": report}:
                 self.ended, self.steps = report, report["steps"]
-            case _:
-                self.answers.append(message)
+                self._ended_at = time.time()
+            case {"answer": answer, "number": number} if number == self._num_asked:
+                self.answer = answer
 
     def _read_stderr(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -142,7 +159,7 @@ class Connection:
         now = time.monotonic()
         if self.channel.is_closed:
             self._see_its_end(now)
-        elif self.facts is None:
+        elif not self.is_ready:
             if now > self._ready_by:
                 self._lose(ssh.explain(self.host, None, self._said()))
         elif not is_local(self.host) and now > self.channel.heard_at + _LOST_SECONDS:
@@ -170,8 +187,14 @@ class Connection:
     # What goes ----------------------------------------------------------------------------
 
     def ask(self, what: str, **values: Any) -> None:
-        """Have it do something; `answers` will tell."""
-        self.channel.send({"do": what, **values})
+        """Have it do something; `answer` will tell."""
+        self._num_asked += 1
+        self.answer = None
+        self.channel.send({"do": what, "number": self._num_asked, **values})
+
+    def ask_clock(self) -> None:
+        """Compare the clocks once more; the answer with the shortest way counts."""
+        self.channel.send({"do": "clock", "asked": time.time()})
 
     def listen(self, address: str, port: int) -> None:
         """Have it open the meeting point; `listening_port` will tell."""
@@ -198,7 +221,8 @@ class Connection:
             self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_SECONDS)
         for file in (self._process.stdout, self._process.stderr):
             assert file is not None
             file.close()
@@ -226,7 +250,10 @@ class Connection:
         return [self._lost_agent()] if self.ended and self.ended["deaths"] is None else []
 
     def _lost_host(self) -> Failure:
-        what = f"host {self.host.name} ({{workers}}) is lost: {self.problem}"
+        if self.name:
+            what = f"host {self.name} ({{workers}}) is lost: {self.problem}"
+        else:
+            what = f"the process that looks after {{workers}} is lost: {self.problem}"
         return self._loss(what, self._lost_at, log="")
 
     def _lost_agent(self) -> Failure:
@@ -235,7 +262,9 @@ class Connection:
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         where = f" on {self.name}" if self.name else ""
         what = f"the agent{where}, which starts {{workers}}, was ended {how}"
-        return self._loss(what, time.time(), log=self.ended["agent_log"])
+        return self._loss(
+            what, self._ended_at - _DEATH_HEAD_START_SECONDS, log=self.ended["agent_log"]
+        )
 
     def _loss(self, what: str, time_seconds: float, log: str) -> Failure:
         loss = failure.from_host(self.name, self.ranks, what, time_seconds=time_seconds, log=log)
@@ -250,5 +279,5 @@ class Connection:
             found,
             host=self.name,
             step=step if found.step is None else found.step,
-            time_seconds=found.time_seconds + self._clock_offset_seconds,
+            time_seconds=found.time_seconds - self.clock.offset_seconds,
         )

@@ -37,8 +37,14 @@ class Failure:
     """Whether another worker caused it."""
     of_host: str = ""
     """What befell the whole host, as a sentence without a full stop."""
+    num_workers: int = 1
+    """How many workers went with it, from `rank` on."""
     log: str = ""
     """What the host's agent had to say."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.rank, self.rank + self.num_workers)
 
     def describe(self) -> str:
         """One sentence, without a full stop."""
@@ -97,6 +103,7 @@ def from_host(host: str, ranks: range, what: str, *, time_seconds: float, log: s
         time_seconds=time_seconds,
         host=host,
         of_host=what.format(workers=workers),
+        num_workers=len(ranks),
         log=log,
     )
 
@@ -133,7 +140,7 @@ def in_order(
 def report(failures: list[Failure]) -> str:
     """What the user reads last: the first failure, who followed, and the first one's traceback."""
     first, *others = failures
-    followers = sorted(f.rank for f in others if f.signal != signal.SIGTERM)
+    followers = sorted({rank for f in others if f.signal != signal.SIGTERM for rank in f.ranks})
     text = f"parallax: {first.describe()}"
     if followers:
         workers = "worker" if len(followers) == 1 else "workers"

@@ -166,7 +166,9 @@ def _path(key: str, value: object) -> str:
 
 def _environment(key: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise Refusal(f'{key} is {shown(value)}; allowed is a table such as {{ NAME = "value" }}')
+        # Values may be secrets: no error shows them.
+        kind = type(value).__name__
+        raise Refusal(f'{key} is a {kind}; allowed is a table such as {{ NAME = "value" }}')
     for name, content in value.items():
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise Refusal(
@@ -177,8 +179,8 @@ def _environment(key: str, value: object) -> dict[str, str]:
             raise Refusal(f"{key} has {name}, which the launcher sets itself; take it out")
         if not isinstance(content, str) or "\0" in content:
             raise Refusal(
-                f"{key} has {name} = {shown(content)}; allowed is a string, in quotes, "
-                "without a NUL character"
+                f"{key} has something else for {name} than a string, in quotes, without a NUL "
+                "character"
             )
     return dict(value)
 

@@ -37,11 +37,13 @@ class Job:
     log_dir: str | None = None
     max_restarts: int = 0
     resume: str | None = None
-    """Where checkpoints are, and from where a restart goes on."""
+    """Where checkpoints are, and from where a restart goes on; seen from each host's directory."""
     interface: str | None = None
     port: int = 0
     """Of the rendezvous; 0 is any that is free."""
     ssh_config: str | None = None
+    start_seconds: float = 60.0
+    """In which every host must be ready, and then all must meet."""
     columns: int | None = None
     """The width that is left for a worker's lines."""
     is_local: bool = False
@@ -55,6 +57,8 @@ class HostSpec:
     num_workers: int
     program: dict[str, Any] | None
     """None where the host is only looked at."""
+    is_remote: bool = False
+    """Whether it is reached by ssh."""
     directory: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     address: str | None = None
@@ -62,6 +66,9 @@ class HostSpec:
     devices: tuple[str, ...] = ()
     resume: str | None = None
     columns: int | None = None
+    port: int = 0
+    """To see whether it is free, where that is asked for."""
+    start_seconds: float = 60.0
     lapse_seconds: float | None = None
     """Without a sign of life from the launcher for so long, the host ends the job."""
 
@@ -78,9 +85,10 @@ class AgentSpec:
     num_hosts: int
     host_index: int
     address: str
-    """Of the meeting point, as all the others of the endpoint."""
+    """Of the meeting point, as `port` is."""
     port: int
     own_address: str
+    start_seconds: float
     listen_fd: int | None = None
     """The meeting point's socket, on the host that has it."""
 

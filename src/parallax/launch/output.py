@@ -103,8 +103,10 @@ class Screen:
             self._erase_status()
             self._draw_status()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, is_error: bool = False) -> None:
         """Print something of the launcher's own to stderr."""
+        if is_error and self._has_colour and self._is_terminal["stderr"]:
+            text = _coloured(text.removesuffix("\n"), _RED) + "\n"
         self._erase_status()
         self._write("stderr", text)
         self._draw_status()

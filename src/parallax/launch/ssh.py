@@ -11,7 +11,8 @@ from parallax.launch.hosts import Host, is_local
 CONNECT_SECONDS = 10
 _ALIVE_SECONDS = 3
 _ALIVE_COUNT = 3
-_COMMAND_NOT_FOUND = 127
+_SSH_FAILED = 255
+_NO_COMMAND = (126, 127)
 _SHOWN_CHARACTERS = 600
 
 # Sent to every host. It reads one line, the host's part of the job, and goes on with the package:
@@ -25,7 +26,7 @@ _BOOTSTRAP = (
     "from parallax.launch.host.process import main; sys.exit(main(spec))"
 )
 
-# What ssh or the remote shell says → what to do about it.
+# What ssh says → what to do about it.
 _REMEDIES = (
     ("could not resolve", "its name is not known here: check it in the hosts file, or give the "
      "host's address in ~/.ssh/config"),
@@ -39,8 +40,6 @@ _REMEDIES = (
     ("timed out", "no answer came: is it on, and does a firewall let ssh through?"),
     ("no route to host", "there is no way to it from here: is it on the same network?"),
     ("network is unreachable", "there is no way to it from here: is this machine connected?"),
-    ("no module named 'parallax'", "its python ({python}) has no Parallax: install "
-     "parallax-torch there, or name another with `python` in a TOML hosts file"),
 )  # fmt: skip
 
 
@@ -90,13 +89,19 @@ def explain(host: Host, exit_code: int | None, said: str) -> str:
     said = said.strip()
     lower = said.lower()
     name = f"{host.user}@{host.name}" if host.user else host.name
-    for symptom, remedy in _REMEDIES:
-        if symptom in lower:
-            return f"{_last_line(said)}; {remedy.format(name=name, python=python_of(host))}"
-    if exit_code == _COMMAND_NOT_FOUND:
+    if exit_code in (None, _SSH_FAILED):
+        for symptom, remedy in _REMEDIES:
+            if symptom in lower:
+                return f"{_last_line(said)}; {remedy.format(name=name)}"
+    if exit_code in _NO_COMMAND:
         return (
-            f"there is no python at {python_of(host)}: name the right one with `python` in a TOML "
-            "hosts file"
+            f"there is no python at {python_of(host)}, or none that may be run: name the right one "
+            "with `python` in a TOML hosts file"
+        )
+    if "no module named 'parallax" in lower:
+        return (
+            f"its python ({python_of(host)}) has no Parallax, or an old one: install "
+            "parallax-torch there as it is here, or name another with `python` in a TOML hosts file"
         )
     if exit_code is None:
         return "no answer came: does its shell wait for something when it starts?"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from parallax.errors import ConfigError, LinkError
-from parallax.launch.check.tcp import Connection, Deadline, EndedError, ForeignError
+from parallax.launch.check.tcp import Deadline, EndedError, ForeignError, Wire
 
 _REQUEST = struct.Struct("!cdQ")
 """What the connection is for, and the seconds and bytes of the measurement."""
@@ -127,7 +127,7 @@ class Listener:
             with connection, _explained(where):
                 is_done = self._answer(connection, token, deadline)
 
-    def _accept(self, deadline: Deadline) -> tuple[Connection, str]:
+    def _accept(self, deadline: Deadline) -> tuple[Wire, str]:
         try:
             self._socket.settimeout(deadline.left())
             connected, peer = self._socket.accept()
@@ -137,9 +137,9 @@ class Listener:
                 "between the hosts is likely; allow TCP connections between them"
             ) from None
         handshake = deadline.within(_HANDSHAKE_SECONDS)
-        return Connection(connected, handshake), f"{peer[0]} port {peer[1]}"
+        return Wire(connected, handshake), f"{peer[0]} port {peer[1]}"
 
-    def _answer(self, connection: Connection, token: bytes, deadline: Deadline) -> bool:
+    def _answer(self, connection: Wire, token: bytes, deadline: Deadline) -> bool:
         """Do what the other side wants; whether it was the last."""
         try:
             request = connection.admit(token, _REQUEST.size)
@@ -210,7 +210,7 @@ def _resolve(address: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
 
 def _connect(
     targets: list[tuple[socket.AddressFamily, Any]], where: str, deadline: Deadline
-) -> Connection:
+) -> Wire:
     """To the first of the targets that answers."""
     until = deadline.within(_CONNECT_SECONDS)
     failure = OSError()
@@ -219,7 +219,7 @@ def _connect(
         try:
             connecting.settimeout(until.left())
             connecting.connect(target)
-            return Connection(connecting, deadline)
+            return Wire(connecting, deadline)
         except OSError as error:
             connecting.close()
             failure = error
@@ -270,7 +270,7 @@ def _explained(where: str) -> Iterator[None]:
     raise LinkError(f"cannot measure the link to {where}: {reason}")
 
 
-def _ping(connection: Connection) -> float:
+def _ping(connection: Wire) -> float:
     """Half of the median round trip; the first, which wakes both sides up, is left out."""
     trips: list[float] = []
     stop = time.perf_counter() + _PING_SECONDS
@@ -282,7 +282,7 @@ def _ping(connection: Connection) -> float:
     return statistics.median(trips[1:]) / 2
 
 
-def _answer_pings(connection: Connection) -> None:
+def _answer_pings(connection: Wire) -> None:
     for _ in range(_MAX_PINGS):
         message = connection.receive(len(_PING))
         if message == _START:
@@ -291,7 +291,7 @@ def _answer_pings(connection: Connection) -> None:
     raise TimeoutError
 
 
-def _count(connection: Connection, seconds: float, max_bytes: int) -> tuple[int, float]:
+def _count(connection: Wire, seconds: float, max_bytes: int) -> tuple[int, float]:
     """Receive: how many bytes came, and in how many seconds, after TCP has found its speed.
 
     The start ends by time on slow links, and by bytes on those where it takes milliseconds.

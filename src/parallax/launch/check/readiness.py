@@ -67,7 +67,7 @@ def judge(hosts: Sequence[HostFacts], links: Links) -> Readiness:
             *_missing("Parallax", "parallax-torch", {host.name: host.parallax for host in up}),
             *_missing("PyTorch", "torch", {host.name: host.torch for host in up}),
             *_different("Parallax", {host.name: host.parallax for host in up}),
-            *_different("torch", {host.name: _release(host.torch) for host in up}),
+            *_different("torch", {host.name: release_of(host.torch) for host in up}),
             *_unconnected(pairs_of(hosts, links)),
         ),
         warnings=(
@@ -117,14 +117,14 @@ def _different(title: str, versions: Mapping[str, str | None]) -> Iterator[str]:
 def _different_builds(hosts: Sequence[HostFacts]) -> Iterator[str]:
     """Where the release is the same: another release is a problem of its own."""
     by_build = _by_value({host.name: host.torch for host in hosts})
-    if len(by_build) > 1 and len({_release(build) for build in by_build}) == 1:
+    if len(by_build) > 1 and len({release_of(build) for build in by_build}) == 1:
         yield (
             f"torch is {_spread(by_build)}; install the same build on hosts of the same kind, "
             "or their results can differ."
         )
 
 
-def _release(version: str | None) -> str | None:
+def release_of(version: str | None) -> str | None:
     """2.13.0 of 2.13.0+cpu."""
     return None if version is None else version.split("+")[0]
 

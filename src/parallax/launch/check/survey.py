@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from parallax.launch.channel import wait
 from parallax.launch.check import measured
-from parallax.launch.check.links import Link, clock_offset, rounds
+from parallax.launch.check.links import Link, rounds
 from parallax.launch.check.readiness import HostFacts, judge
 from parallax.launch.check.report import report
-from parallax.launch.connection import Connection, close_all, spec_of
-from parallax.launch.hosts import Host, is_local
-from parallax.launch.interface import source_towards
+from parallax.launch.connection import Connection, spec_of
+from parallax.launch.fleet import Fleet, HostsError, addresses_of
+from parallax.launch.hosts import Host
 from parallax.launch.interrupt import Interrupts
 from parallax.launch.output import Screen
 
-_TICK_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 _MEASURE_SECONDS = 30.0
 _NUM_CLOCK_SAMPLES = 5
@@ -33,11 +34,22 @@ class StoppedError(Exception):
         self.exit_code = 128 + number
 
 
-def check(hosts: Sequence[Host], interface: str | None, ssh_config: str | None) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How hosts are reached, and how they reach each other."""
+
+    interface: str | None = None
+    port: int = 0
+    """Of the rendezvous, on the first host; 0 is any that is free."""
+    ssh_config: str | None = None
+    start_seconds: float = 60.0
+
+
+def check(hosts: Sequence[Host], way: Way) -> int:
     """Print what was found; 0 where the hosts are ready for a job."""
     screen = Screen(sys.stdout, sys.stderr, os.environ)
     with Interrupts() as interrupts:
-        survey = Survey(hosts, interface, ssh_config, screen, interrupts)
+        survey = Survey(hosts, way, screen, interrupts)
         try:
             survey.run()
         except StoppedError as stopped:
@@ -46,164 +58,153 @@ def check(hosts: Sequence[Host], interface: str | None, ssh_config: str | None) 
             survey.close()
     print(report(survey.facts, survey.links), end="")
     if any(isinstance(link, Link) for link in survey.links.values()):
-        print(f"kept for the planner: {measured.write(hosts, survey.links, os.environ)}")
+        print(_keep(hosts, survey))
     return 0 if judge(survey.facts, survey.links).is_ready else 1
 
 
+def _keep(hosts: Sequence[Host], survey: Survey) -> str:
+    try:
+        return f"kept for the planner: {measured.write(hosts, survey.links, os.environ)}"
+    except OSError as error:
+        return f"not kept for the planner: {error}"
+
+
 class Survey:
-    """The connections to the hosts, and what has been found out by them."""
+    """What has been found out of hosts, and by them."""
 
     def __init__(
-        self,
-        hosts: Sequence[Host],
-        interface: str | None,
-        ssh_config: str | None,
-        screen: Screen,
-        interrupts: Interrupts,
+        self, hosts: Sequence[Host], way: Way, screen: Screen, interrupts: Interrupts
     ) -> None:
         self.facts: list[HostFacts] = []
         self.links: dict[tuple[str, str], Link | str] = {}
         self._screen = screen
-        self._interrupts = interrupts
-        self._connections = [
-            Connection(
-                host,
-                spec_of(host, interface, num_workers=1, program=None),
-                ssh_config,
-                has_name=True,
-            )
-            for host in hosts
+        connections = [
+            _connection(host, way, port=way.port if index == 0 else 0)
+            for index, host in enumerate(hosts)
         ]
+        self._fleet = Fleet(connections, interrupts)
 
     def run(self) -> None:
-        self._screen.set_status(f"reaching {len(self._connections)} hosts")
-        self._pump_until(lambda: all(c.facts or c.is_over for c in self._connections))
-        self.facts = [self._facts_of(connection) for connection in self._connections]
-        up = [c for c, facts in zip(self._connections, self.facts, strict=True) if not facts.error]
-        addresses = {f.name: f.address for f in self.facts if f.address is not None}
-        schedule = rounds(len(up))
-        for number, pairs in enumerate(schedule, start=1):
-            self._screen.set_status(f"measuring links, round {number} of {len(schedule)}")
-            self._measure([(up[one], up[other]) for one, other in pairs], addresses)
+        connections = self._fleet.connections
+        self._screen.set_status(f"reaching {len(connections)} hosts")
+        self._pump_until(lambda: self._fleet.are_ready)
+        up = [c for c in connections if c.is_ready and c.problem is None]
+        self._compare_clocks(up)
+        try:
+            addresses = dict(zip(up, addresses_of(up), strict=True))
+        except HostsError as error:
+            addresses = {}
+            self.links = dict.fromkeys(_names(up), str(error))
+        self.facts = [_facts_of(c, addresses.get(c)) for c in connections]
+        if addresses:
+            self._measure_all(addresses)
         self._screen.set_status(None)
 
     def close(self) -> None:
         self._screen.close()
-        close_all(self._connections)
+        self._fleet.close()
 
-    # One host -----------------------------------------------------------------------------
+    def _compare_clocks(self, connections: Sequence[Connection]) -> None:
+        for number in range(2, _NUM_CLOCK_SAMPLES + 1):
+            for connection in connections:
+                connection.ask_clock()
+            self._pump_until(
+                lambda: all(c.num_clock_samples >= number or c.is_over for c in connections),  # noqa: B023
+                _ANSWER_SECONDS,
+            )
 
-    def _facts_of(self, connection: Connection) -> HostFacts:
-        name, facts = connection.host.name, connection.facts
-        if facts is None or connection.problem is not None:
-            return HostFacts(name=name, error=connection.problem or _NO_ANSWER)
-        clock = clock_offset(self._clock_samples(connection))
-        return HostFacts(
-            name=name,
-            python=facts.python,
-            torch=facts.torch,
-            parallax=facts.parallax,
-            hostname=facts.hostname,
-            address=self._reachable(connection),
-            interface=facts.interface,
-            num_cores=facts.num_cores,
-            gpus=tuple(facts.gpus),
-            num_free_ports=facts.num_free_ports,
-            clock_offset_seconds=clock.offset_seconds,
-            clock_uncertainty_seconds=clock.uncertainty_seconds,
-        )
-
-    def _clock_samples(self, connection: Connection) -> list[tuple[float, float, float]]:
-        assert connection.facts is not None
-        # Were it never to answer, its first words bound its clock well enough.
-        now = time.time()
-        samples = [(now - _ANSWER_SECONDS, connection.facts.time_seconds, now)]
-        for _ in range(_NUM_CLOCK_SAMPLES):
-            connection.answers.clear()
-            sent = time.time()
-            connection.ask("clock")
-            self._pump_until(lambda: bool(connection.answers) or connection.is_over, 1.0)
-            if connection.answers:
-                samples.append((sent, connection.answers[-1]["clock"], time.time()))
-        return samples
-
-    def _reachable(self, connection: Connection) -> str:
-        """Its address; this machine's own is the one from which it reaches the others."""
-        assert connection.facts is not None
-        address = connection.facts.address
-        others = [c.facts.address for c in self._connections if c.facts and not is_local(c.host)]
-        if is_local(connection.host) and connection.host.address is None and others:
-            return source_towards(others[0])
-        return address
-
-    # Two hosts ----------------------------------------------------------------------------
+    def _measure_all(self, addresses: Mapping[Connection, str]) -> None:
+        up = list(addresses)
+        schedule = rounds(len(up))
+        for number, pairs in enumerate(schedule, start=1):
+            self._screen.set_status(f"measuring links, round {number} of {len(schedule)}")
+            self._measure([(up[one], up[other]) for one, other in pairs], addresses)
 
     def _measure(
-        self, pairs: Sequence[tuple[Connection, Connection]], addresses: dict[str, str]
+        self,
+        pairs: Sequence[tuple[Connection, Connection]],
+        addresses: Mapping[Connection, str],
     ) -> None:
         """Each pair at the same time: its link, and whether connections come in both ways."""
-        for server, client in pairs:
-            self.links[client.host.name, server.host.name] = _NO_ANSWER
-        there = self._connect([(client, server) for server, client in pairs], addresses, True)
-        back = self._connect(pairs, addresses, False)
-        for (server, client), link, other in zip(pairs, there, back, strict=True):
-            found = other if isinstance(link, Link) and isinstance(other, str) else link
-            self.links[client.host.name, server.host.name] = found
+        there = self._connect(pairs, addresses, whole=True)
+        back = self._connect([(other, one) for one, other in pairs], addresses, whole=False)
+        for (one, other), link, opposite in zip(pairs, there, back, strict=True):
+            is_one_way = isinstance(link, Link) and isinstance(opposite, str)
+            self.links[one.host.name, other.host.name] = opposite if is_one_way else link
 
     def _connect(
         self,
         pairs: Sequence[tuple[Connection, Connection]],
-        addresses: dict[str, str],
+        addresses: Mapping[Connection, str],
+        *,
         whole: bool,
     ) -> list[Link | str]:
         """Have the first of each pair measure its link to the second."""
         token = os.urandom(32).hex()
-        for client, server in pairs:
-            client.answers.clear()
-            server.answers.clear()
-            server.ask("serve", address=addresses[server.host.name], token=token)
-        self._pump_until(
-            lambda: all(server.answers or server.is_over for _, server in pairs), _ANSWER_SECONDS
-        )
-        found: list[Link | str | None] = [_refusal(server) for _, server in pairs]
-        for (client, server), refusal in zip(pairs, found, strict=True):
-            if refusal is None:
-                port = server.answers[0]["serving"]
-                address = addresses[server.host.name]
-                client.ask("measure", address=address, port=port, token=token, whole=whole)
-        self._pump_until(
-            lambda: all(
-                refusal or client.answers or client.is_over
-                for (client, _), refusal in zip(pairs, found, strict=True)
-            ),
-            _MEASURE_SECONDS,
-        )
-        return [
-            refusal or _result(client) for (client, _), refusal in zip(pairs, found, strict=True)
-        ]
+        for _, server in pairs:
+            server.ask("serve", address=addresses[server], token=token)
+        self._await_answers([server for _, server in pairs], _ANSWER_SECONDS)
+        served = [(client, server) for client, server in pairs if _refusal(server) is None]
+        for client, server in served:
+            assert server.answer is not None
+            port = server.answer["serving"]
+            client.ask("measure", address=addresses[server], port=port, token=token, whole=whole)
+        self._await_answers([client for client, _ in served], _MEASURE_SECONDS)
+        return [_refusal(server) or _result(client) for client, server in pairs]
 
-    # All hosts ----------------------------------------------------------------------------
+    def _await_answers(self, connections: Sequence[Connection], seconds: float) -> None:
+        self._pump_until(lambda: all(c.answer or c.is_over for c in connections), seconds)
 
-    def _pump_until(self, is_done: Callable[[], bool], seconds: float = 60.0) -> None:
+    def _pump_until(self, is_done: Callable[[], bool], seconds: float = math.inf) -> None:
         deadline = time.monotonic() + seconds
         while not is_done() and time.monotonic() < deadline:
-            live = [c for c in self._connections if not c.is_over]
-            fds = [self._interrupts.fileno(), *(fd for c in live for fd in c.readers)]
-            ready = wait([c.channel for c in live if not c.channel.is_closed], fds, _TICK_SECONDS)
-            for connection in live:
-                connection.receive(ready)
-            for number in self._interrupts.take():
+            for number in self._fleet.pump():
                 raise StoppedError(number)
 
 
+def _connection(host: Host, way: Way, port: int) -> Connection:
+    spec = spec_of(
+        host,
+        way.interface,
+        num_workers=1,
+        program=None,
+        port=port,
+        start_seconds=way.start_seconds,
+    )
+    return Connection(host, spec, way.ssh_config, has_name=True)
+
+
+def _names(connections: Sequence[Connection]) -> list[tuple[str, str]]:
+    return list(itertools.combinations([c.host.name for c in connections], 2))
+
+
+def _facts_of(connection: Connection, address: str | None) -> HostFacts:
+    name, facts = connection.host.name, connection.facts
+    if facts is None or connection.problem is not None:
+        return HostFacts(name=name, error=connection.problem or _NO_ANSWER)
+    return HostFacts(
+        name=name,
+        python=facts.python,
+        torch=facts.torch,
+        parallax=facts.parallax,
+        hostname=facts.hostname,
+        address=address or facts.address,
+        interface=facts.interface,
+        num_cores=facts.num_cores,
+        gpus=tuple(facts.gpus),
+        num_free_ports=facts.num_free_ports,
+        clock_offset_seconds=connection.clock.offset_seconds,
+        clock_uncertainty_seconds=connection.clock.uncertainty_seconds,
+    )
+
+
 def _refusal(server: Connection) -> str | None:
-    if not server.answers:
+    if server.answer is None:
         return server.problem or _NO_ANSWER
-    return server.answers[0].get("failed")
+    return server.answer.get("failed")
 
 
 def _result(client: Connection) -> Link | str:
-    if not client.answers:
+    if client.answer is None:
         return client.problem or _NO_ANSWER
-    answer = client.answers[0]
-    return answer["failed"] if "failed" in answer else Link(**answer["link"])
+    return client.answer["failed"] if "failed" in client.answer else Link(**client.answer["link"])

@@ -47,7 +47,7 @@ class Deadline:
         return Deadline(min(self._at - time.monotonic(), seconds))
 
 
-class Connection:
+class Wire:
     """A connected socket; every wait ends with a TimeoutError at the deadline."""
 
     def __init__(self, connected: socket.socket, deadline: Deadline) -> None:
@@ -57,7 +57,7 @@ class Connection:
         # Closing drops what is still in the buffers: it would disturb the next measurement.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> Wire:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -10,7 +11,6 @@ from parallax.launch.host.rundir import RUN_DIRECTORY, RunDirectory, read_json, 
 from parallax.launch.job import AgentSpec, Program
 
 _MONITOR_SECONDS = 0.1
-_JOIN_SECONDS = 120
 
 
 def main() -> int:
@@ -33,7 +33,8 @@ def _launch(spec: AgentSpec, directory: RunDirectory) -> list[dict[str, Any]]:
 
     from parallax.launch.host.rendezvous import BACKEND, HostsRendezvous
 
-    rendezvous_handler_registry.register(BACKEND, HostsRendezvous)
+    # What the registry makes is told by us, not by the configuration, which torch logs.
+    rendezvous_handler_registry.register(BACKEND, lambda given: HostsRendezvous(spec, given))
     config = LaunchConfig(
         min_nodes=spec.num_hosts,
         max_nodes=spec.num_hosts,
@@ -41,14 +42,7 @@ def _launch(spec: AgentSpec, directory: RunDirectory) -> list[dict[str, Any]]:
         run_id=spec.run_id,
         rdzv_backend=BACKEND,
         rdzv_endpoint=f"{spec.address}:{spec.port}",
-        rdzv_configs={
-            "host_index": spec.host_index,
-            "address": spec.address,
-            "port": spec.port,
-            "listen_fd": spec.listen_fd,
-            "secret": spec.secret,
-            "join_timeout": _JOIN_SECONDS,
-        },
+        rdzv_configs={"join_timeout": math.ceil(spec.start_seconds)},
         local_addr=spec.own_address,
         # A restart is the launcher's to decide: it alone knows which hosts are left.
         max_restarts=0,

@@ -52,6 +52,8 @@ def gather(spec: HostSpec) -> Facts:
     if spec.program is not None and torch_version is None:
         raise RefusalError(f"{sys.executable} has no PyTorch: install torch, or use another python")
     address = _address(spec)
+    if spec.port:
+        listen(address, spec.port).close()
     return Facts(
         hostname=socket.gethostname(),
         python=platform.python_version(),
@@ -80,6 +82,18 @@ def enter_directory(spec: HostSpec) -> None:
         ) from None
 
 
+def listen(address: str, port: int) -> socket.socket:
+    """Open a port, on this address only."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        raise RefusalError(
+            f"cannot listen on {address} port {port}: {error.strerror or error}; give another "
+            "--port, or none for any that is free"
+        ) from None
+
+
 def version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
@@ -91,6 +105,11 @@ def _address(spec: HostSpec) -> str:
     """By the interface that was named, else the address that was, else where ssh came in."""
     if spec.interface is not None:
         found = address_of(spec.interface)
+        if found is None and not addresses():
+            raise RefusalError(
+                "interfaces cannot be looked up there: give its `address` in a TOML hosts file "
+                "instead of an interface"
+            )
         if found is None:
             raise RefusalError(
                 f"there is no interface {spec.interface!r} with an address; there are {_own()}"
@@ -98,7 +117,8 @@ def _address(spec: HostSpec) -> str:
         return found
     if spec.address is not None:
         return _named_address(spec.address)
-    words = os.environ.get(_SSH_CONNECTION, "").split()
+    # On this machine the variable would be that of the user's own login.
+    words = os.environ.get(_SSH_CONNECTION, "").split() if spec.is_remote else []
     return words[2] if len(words) == 4 else _LOOPBACK
 
 
@@ -158,11 +178,11 @@ def _num_free_ports() -> int | None:
         with open(_PORT_RANGE, encoding="ascii") as file:
             first, last = map(int, file.read().split())
         used = set()
-        for table in _TCP_TABLES:
+        for table in filter(os.path.exists, _TCP_TABLES):  # IPv6 may be off
             with open(table, encoding="ascii") as file:
                 used |= {
                     int(line.split()[1].rpartition(":")[2], 16) for line in file.readlines()[1:]
                 }
-    except OSError:
+    except OSError:  # not Linux
         return None
     return last - first + 1 - sum(first <= port <= last for port in used)

@@ -32,19 +32,19 @@ class Measuring:
         """What there is to tell since the last call."""
         return [self._answers.get() for _ in range(self._answers.qsize())]
 
-    def serve(self, address: str, token: str) -> None:
+    def serve(self, number: int, address: str, token: str) -> None:
         """Wait for another host to measure its link to this one."""
         try:
             listener = Listener(address)
         except ParallaxError as error:
-            self._answers.put({"failed": str(error)})
+            self._answer(number, {"failed": str(error)})
             return
-        self._answers.put({"serving": listener.port})
+        self._answer(number, {"serving": listener.port})
         self._run(lambda: self._serve(listener, bytes.fromhex(token)))
 
-    def measure(self, address: str, port: int, token: str, *, whole: bool) -> None:
+    def measure(self, number: int, address: str, port: int, token: str, *, whole: bool) -> None:
         """Measure the link to another, or only see whether there is one."""
-        self._run(lambda: self._measure(address, port, bytes.fromhex(token), whole))
+        self._run(lambda: self._measure(number, address, port, bytes.fromhex(token), whole))
 
     def _serve(self, listener: Listener, token: bytes) -> None:
         with listener:
@@ -53,16 +53,20 @@ class Measuring:
             except ParallaxError:
                 return  # the other side says what went wrong
 
-    def _measure(self, address: str, port: int, token: bytes, whole: bool) -> None:
+    def _measure(self, number: int, address: str, port: int, token: bytes, whole: bool) -> None:
         try:
             if whole:
                 link = measure(address, port, token)
             else:
                 link = measure(address, port, token, seconds=_SHORT_SECONDS, max_bytes=_SHORT_BYTES)
         except ParallaxError as error:
-            self._answers.put({"failed": str(error)})
+            self._answer(number, {"failed": str(error)})
         else:
-            self._answers.put({"link": asdict(link)})
+            self._answer(number, {"link": asdict(link)})
+
+    def _answer(self, number: int, answer: Message) -> None:
+        """`number` is that of the question: one that comes too late is none of the next."""
+        self._answers.put({"answer": answer, "number": number})
 
     def _run(self, task: Callable[[], None]) -> None:
         thread = threading.Thread(target=task, daemon=True)

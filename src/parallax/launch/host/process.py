@@ -9,19 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from parallax import variables
 from parallax.launch.channel import Channel, Message, wait
 from parallax.launch.host import facts
+from parallax.launch.host.lifeline import adopt_orphans
 from parallax.launch.host.measuring import Measuring
+from parallax.launch.host.reaper import Reaper
 from parallax.launch.host.relay import Relay
 from parallax.launch.host.rundir import RunDirectory
 from parallax.launch.host.supervisor import Supervisor, num_cores
-from parallax.launch.host.worker import CHOSEN_INTERFACE, DEVICES, RESUME
+from parallax.launch.host.worker import DEVICES
 from parallax.launch.interface import interface_of
 from parallax.launch.interrupt import Interrupts
 from parallax.launch.job import AgentSpec, HostSpec
@@ -30,7 +34,6 @@ _TICK_SECONDS = 0.5
 _TASK_TICK_SECONDS = 0.02
 _BEAT_SECONDS = 1.0
 _DRAIN_SECONDS = 5.0
-_FAREWELL_SECONDS = 5.0
 # More than this is held back in the workers' pipes, as a slow terminal would.
 _BACKLOG_BYTES = 4 << 20
 
@@ -43,6 +46,7 @@ def main(spec: dict[str, Any]) -> int:
     os.dup2(null, 0)
     os.dup2(null, 1)
     channel.mark()
+    adopt_orphans()
     with Interrupts() as interrupts:
         process = HostProcess(channel, interrupts)
         try:
@@ -60,6 +64,7 @@ class HostProcess:
         self._directory: RunDirectory | None = None
         self._relay: Relay | None = None
         self._supervisor: Supervisor | None = None
+        self._reaper: Reaper | None = None
         self._listener: socket.socket | None = None
         self._measuring = Measuring()
         self._beat_at = 0.0
@@ -76,6 +81,8 @@ class HostProcess:
         while True:
             self._pump()
             if self._is_abandoned():
+                if not self._channel.is_closed:
+                    print("the launcher gave no sign of life", file=sys.stderr)
                 return 1
             if self._supervisor is not None and self._supervisor.look():
                 self._end()
@@ -92,6 +99,8 @@ class HostProcess:
             self._listener.close()
         if self._directory is not None:
             shutil.rmtree(self._directory.path, ignore_errors=True)
+        if self._reaper is not None:
+            self._reaper.close()
 
     def _pump(self) -> None:
         """Wait for the launcher, the workers or a signal, and do what is to be done."""
@@ -123,21 +132,19 @@ class HostProcess:
             case "kill" if self._supervisor is not None:
                 self._supervisor.kill()
             case "clock":
-                self._channel.send({"clock": time.time()})
+                self._channel.send({"clock": time.time(), "asked": message["asked"]})
             case "serve":
-                self._measuring.serve(message["address"], message["token"])
+                del message["do"]
+                self._measuring.serve(**message)
             case "measure":
-                self._measuring.measure(
-                    message["address"], message["port"], message["token"], whole=message["whole"]
-                )
+                del message["do"]
+                self._measuring.measure(**message)
 
     def _listen(self, address: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self._listener = socket.create_server((address, port), family=family, backlog=1024)
-        except OSError as error:
-            why = error.strerror or error
-            self._channel.send({"refused": f"cannot listen on {address} port {port}: {why}"})
+            self._listener = facts.listen(address, port)
+        except facts.RefusalError as refusal:
+            self._channel.send({"refused": str(refusal)})
         else:
             self._channel.send({"listening": self._listener.getsockname()[1]})
 
@@ -145,6 +152,7 @@ class HostProcess:
         spec, listener = self._spec, self._listener
         assert spec.program is not None
         self._directory = RunDirectory(tempfile.mkdtemp(prefix="parallax-"))
+        self._reaper = Reaper(self._directory)
         self._relay = Relay(self._directory, spec.num_workers, self._channel.send_output)
         for local_rank in range(spec.num_workers):
             self._directory.make_step(local_rank)
@@ -155,7 +163,9 @@ class HostProcess:
             **message["agent"],
         )
         environ = _environ(spec, agent.own_address, agent.num_hosts)
-        self._supervisor = Supervisor(agent, self._directory, environ, listener)
+        self._supervisor = Supervisor(
+            agent, self._directory, environ, listener, spared=[self._reaper.pid]
+        )
         if listener is not None:
             listener.close()
             self._listener = None
@@ -191,13 +201,11 @@ class HostProcess:
         self._say({"ended": {**report, "steps": steps}})
 
     def _say(self, message: Message) -> None:
-        """Send the last message."""
+        """Send the last message, however long the launcher takes to read, while it is there."""
         self._channel.send(message)
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while self._channel.backlog_bytes and time.monotonic() < deadline:
-            if self._channel.is_closed:
-                return
-            wait([self._channel], [], _TICK_SECONDS)
+        while self._channel.backlog_bytes and not self._is_abandoned():
+            if self._channel.reader in wait([self._channel], [], _TICK_SECONDS):
+                self._channel.receive()
 
 
 def _read_spec(values: dict[str, Any]) -> HostSpec:
@@ -217,7 +225,7 @@ def _environ(spec: HostSpec, own_address: str, num_hosts: int) -> dict[str, str]
     if spec.columns is not None:
         environ.setdefault("COLUMNS", str(spec.columns))
     if spec.resume is not None:
-        environ[RESUME] = os.path.abspath(spec.resume)
+        environ[variables.RESUME] = os.path.abspath(spec.resume)  # in the host's own directory
     if spec.devices:
         environ[DEVICES] = ",".join(spec.devices)
     _choose_interface(environ, spec, own_address, num_hosts)
@@ -235,7 +243,7 @@ def _choose_interface(
     if interface is None:
         return
     if spec.interface is None:
-        environ[CHOSEN_INTERFACE] = interface
+        environ[variables.INTERFACE] = interface
     chosen = {"GLOO_SOCKET_IFNAME": interface}
     if num_hosts > 1:
         chosen["NCCL_SOCKET_IFNAME"] = f"={interface}"

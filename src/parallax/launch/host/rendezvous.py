@@ -24,10 +24,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+from parallax.launch.job import AgentSpec
+
 BACKEND = "parallax-c10d"
 
 _TAG_BYTES = hashlib.sha256().digest_size
-_STORE_SECONDS = 60.0
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -64,20 +65,19 @@ class HostsRendezvous(RendezvousHandler):
     The workers use the same store.
     """
 
-    def __init__(self, parameters: RendezvousParameters) -> None:
-        get = parameters.config
-        self._host_index = int(get["host_index"])
-        self._address, self._port = str(get["address"]), int(get["port"])
+    def __init__(self, spec: AgentSpec, parameters: RendezvousParameters) -> None:
+        self._spec = spec
+        # The store takes the listening socket over, so the port is never free in between.
+        listening = {} if spec.listen_fd is None else {"master_listen_fd": spec.listen_fd}
         store = TCPStore(
-            self._address,
-            self._port,
-            is_master=get["listen_fd"] is not None,
+            spec.address,
+            spec.port,
+            is_master=spec.listen_fd is not None,
             wait_for_workers=False,
-            timeout=timedelta(seconds=_STORE_SECONDS),
-            # The store takes the listening socket over, so the port is never free in between.
-            **({} if get["listen_fd"] is None else {"master_listen_fd": get["listen_fd"]}),
+            timeout=timedelta(seconds=spec.start_seconds),
+            **listening,  # type: ignore[arg-type]
         )
-        backend = SignedBackend(store, parameters.run_id, bytes.fromhex(get["secret"]))
+        backend = SignedBackend(store, parameters.run_id, bytes.fromhex(spec.secret))
         self._inner = create_handler(store, backend, parameters)
 
     def get_backend(self) -> str:
@@ -94,8 +94,8 @@ class HostsRendezvous(RendezvousHandler):
             met = self._inner.next_rendezvous()
         finally:
             del os.environ[_OWN_STORE]
-        info = RendezvousStoreInfo(master_addr=self._address, master_port=self._port)
-        return RendezvousInfo(met.store, self._host_index, met.world_size, info)
+        info = RendezvousStoreInfo(master_addr=self._spec.address, master_port=self._spec.port)
+        return RendezvousInfo(met.store, self._spec.host_index, met.world_size, info)
 
     def is_closed(self) -> bool:
         return self._inner.is_closed()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from parallax.launch import failure
-from parallax.launch.host.lifeline import PARENT_PID
+from parallax.launch.host.lifeline import PARENT_PID, kill_descendants, kill_group
+from parallax.launch.host.reaper import pids_of
 from parallax.launch.host.rundir import RUN_DIRECTORY, RunDirectory, read_json, write_json
 from parallax.launch.job import AgentSpec, python
 
 _STOP_SECONDS = 6.0
+_KILL_SECONDS = 2.0
 # How long a worker that has recorded its failure may take to end (exit handlers, threads).
 _TEARDOWN_SECONDS = 20.0
 _AGENT_LOG_CHARACTERS = 4000
@@ -33,7 +34,9 @@ class Supervisor:
         directory: RunDirectory,
         environ: Mapping[str, str],
         listener: socket.socket | None,
+        spared: Collection[int] = (),
     ) -> None:
+        self._spared = spared
         self._directory = directory
         self._num_workers = spec.num_workers
         self._is_stopped = False
@@ -87,13 +90,17 @@ class Supervisor:
     def finish(self) -> dict[str, Any]:
         """End the agent, and after a job that did not end well also what the workers started.
 
-        Each worker leads a process group of its own, which outlives it while it has members.
+        Each worker leads a process group of its own, which outlives it while it has members; what
+        left that group has this process for a parent by now.
         """
         self.agent.kill()
-        self.agent.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            self.agent.wait(_KILL_SECONDS)
         result = read_json(self._directory.result)
         if self._is_stopped or result != []:
-            self._kill_groups()
+            for pid in pids_of(self._directory):
+                kill_group(pid)
+            kill_descendants(spared=self._spared)
         return {
             "deaths": result,
             "records": [asdict(r) for r in failure.read(self._directory, self._num_workers)],
@@ -105,13 +112,6 @@ class Supervisor:
         self.agent.terminate()
         if self._kill_at is None:
             self._kill_at = time.monotonic() + _STOP_SECONDS
-
-    def _kill_groups(self) -> None:
-        for local_rank in range(self._num_workers):
-            pid = read_json(self._directory.pid(local_rank))
-            if pid is not None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
 
     def _tail(self) -> str:
         with open(self._directory.agent_log, encoding="utf-8", errors="replace") as file:

@@ -13,18 +13,13 @@ import time
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
+from parallax import variables
 from parallax.launch import failure
 from parallax.launch.host.lifeline import PARENT_PID, die_with_parent
 from parallax.launch.host.rundir import RUN_DIRECTORY, STREAMS, RunDirectory, write_json
 
-RESUME = "PARALLAX_RESUME"
-"""The environment variable that tells a session where the job's checkpoints are."""
 DEVICES = "PARALLAX_DEVICES"
 """The environment variable that tells a worker the GPUs of the host's workers."""
-CHOSEN_INTERFACE = "PARALLAX_INTERFACE"
-"""The environment variable that tells a session which interface nobody has named."""
-STEP_FILE = "PARALLAX_STEP_FILE"
-"""The environment variable that tells a session where to leave its number of steps."""
 
 _INTERRUPTED = 130
 _PEER_SECONDS = 2.0
@@ -37,7 +32,7 @@ def main() -> int:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     _connect(directory, local_rank)
     _choose_device(local_rank)
-    os.environ[STEP_FILE] = directory.step(local_rank)
+    os.environ[variables.STEP_FILE] = directory.step(local_rank)
     kind, program, *arguments = sys.argv[1:]
     sys.argv[:] = [program, *arguments]
     try:
@@ -130,9 +125,8 @@ def _record(directory: RunDirectory, rank: int, local_rank: int, error: BaseExce
 def _wait_for_the_cause(directory: RunDirectory) -> None:
     """Stay until the worker that caused the failure has recorded its own, or for a moment.
 
-    (One on another host has a launcher that knows to wait for it.)
-
-    The agent ends all workers as soon as one has ended, that one among them.
+    The agent ends all workers as soon as one has ended, that one among them. (For one on another
+    host the launcher waits.)
     """
     num_workers = int(os.environ["LOCAL_WORLD_SIZE"])
     deadline = time.monotonic() + _PEER_SECONDS
