@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -139,10 +140,16 @@ class Display:
     def _stop_logging(self, error: OSError) -> None:
         """A disk that is full is no reason to end a training."""
         self._screen.say(f"parallax: no more logs are kept in {self._log_dir}: {error}\n")
-        self._log_dir, self._logs = None, []
+        self._close_logs()
+        self._log_dir = None
 
     def _close(self) -> None:
         self._finish_lines()
         self._screen.close()
+        self._close_logs()
+
+    def _close_logs(self) -> None:
         for log in self._logs:
-            log.close()
+            with contextlib.suppress(OSError):  # it holds what could not be written
+                log.close()
+        self._logs = []
