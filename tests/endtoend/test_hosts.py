@@ -301,12 +301,16 @@ def cut_link(cluster: Cluster, host: str) -> None:
     cluster.bed.cut(host)
 
 
+def mend_link(cluster: Cluster, host: str) -> None:
+    cluster.bed.mend(host)
+
+
 Blow = Callable[[Cluster, str], None]
 # Host a has worker 0 and the meeting point of all.
 BLOWS = [
     (kill_worker, "b", r"worker 1 on b was ended by signal 9.* at step 20"),
     (kill_agent, "a", r"the agent on a, which starts worker 0, was ended by signal 9 at step 20"),
-    (kill_host_process, "b", r"host b \(worker 1\) is lost: .* exit code 137 at step 20"),
+    (kill_host_process, "b", r"host b \(worker 1\) is lost: .* exit code \d+ at step 20"),
     (cut_link, "a", r"host a \(worker 0\) is lost: no sign of life for 8 s at step 20"),
 ]
 
@@ -388,13 +392,15 @@ def test_a_restart_waits_for_a_host_when_none_is_left(cluster: Cluster) -> None:
     options = ["--max-restarts", "3", "--resume", "checkpoints"]
     with cluster.start("--hosts", cluster.hosts_file(), *options, "train.py", "40", "6") as process:
         cluster.wait_for_step(6)
-        cluster.strike(cut_link, "a")
+        cluster.bed.cut(
+            "a"
+        )  # its worker is alone, and waits at the gate until its host is given up
         assert process.stderr is not None
         said = []
         while not said or not said[-1].startswith("parallax: waiting 10 s for a host"):
             said.append(process.stderr.readline())
             assert said[-1], said
-        cluster.bed.mend("a")
+        cluster.strike(mend_link, "a")
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, "".join(said) + stderr
     assert "restart 2 of 3 from checkpoints" in stderr
