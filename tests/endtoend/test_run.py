@@ -228,6 +228,16 @@ def test_a_reader_that_takes_its_time_misses_nothing(directory: Directory) -> No
     assert stdout.splitlines()[-1].startswith("[worker 0] 119999 x")
 
 
+def test_ctrl_c_ends_a_command_whose_reader_does_not_read(directory: Directory) -> None:
+    directory.write("train.py", WRITE_PID, "while True: print('x' * 100)")
+    with directory.start("-n", "1", "train.py") as process:
+        pids = directory.pids(1)
+        time.sleep(2.0)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(END_SECONDS) == 130
+    wait_until(lambda: not any(map(is_alive, pids)), 2.0)
+
+
 def test_a_terminal_shows_how_the_job_is_doing(directory: Directory) -> None:
     directory.write(
         "train.py",

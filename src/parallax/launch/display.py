@@ -14,6 +14,7 @@ from parallax.launch.output import Lines, Screen
 
 # Beyond this the workers' output waits where it is, and in the end they do, as on a terminal.
 _FULL_BYTES = 4 << 20
+_LAST_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 
 
@@ -79,6 +80,7 @@ class Display:
         """Wait until all is written, however long its reader takes, unless it is given up."""
         self._do(self._close)
         self._queue.put((None, 0))
+        self._thread.join(_LAST_SECONDS)
         while self._thread.is_alive() and not is_given_up():
             self._thread.join(_LOOK_SECONDS)
 

@@ -21,6 +21,8 @@ class Interrupts:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._received: list[int] = []
+        self.num_taken = 0
+        """How many ending signals have come so far."""
         self._previous: dict[int, Any] = {}
         self._previous_wakeup = -1
 
@@ -58,6 +60,7 @@ class Interrupts:
         except BlockingIOError:
             pass
         received, self._received = self._received, []
+        self.num_taken += len(received)
         return received
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -33,8 +33,8 @@ def run(job: Job) -> int:
             display.say(_lines(error), is_error=True)
             return 1
         finally:
-            # Ctrl-C ends even a command whose reader has stopped reading.
-            display.close(is_given_up=lambda: bool(interrupts.take()))
+            # A signal ends even a command whose reader has stopped reading.
+            display.close(is_given_up=lambda: interrupts.num_taken > 0 or bool(interrupts.take()))
 
 
 def _conclude(outcome: Outcome, display: Display) -> int:

@@ -67,11 +67,13 @@ class HostProcess:
         self._reaper: Reaper | None = None
         self._listener: socket.socket | None = None
         self._measuring = Measuring()
+        self._lapse_seconds: float | None = None
         self._beat_at = 0.0
 
     def serve(self, values: dict[str, Any]) -> int:
         try:
             self._spec = _read_spec(values)
+            self._lapse_seconds = self._spec.lapse_seconds
             facts.enter_directory(self._spec)
             found = facts.gather(self._spec)
         except facts.RefusalError as refusal:
@@ -184,10 +186,10 @@ class HostProcess:
         return [self._directory.read_step(rank) for rank in range(self._spec.num_workers)]
 
     def _is_abandoned(self) -> bool:
-        lapse_seconds = self._spec.lapse_seconds
+        """See [Note: lapse] in `connection`."""
         silence_seconds = time.monotonic() - self._channel.heard_at
         return self._channel.is_closed or (
-            lapse_seconds is not None and silence_seconds > lapse_seconds
+            self._lapse_seconds is not None and silence_seconds > self._lapse_seconds
         )
 
     def _end(self) -> None:
