@@ -270,15 +270,15 @@ def test_hosts_may_have_different_numbers_of_workers_and_devices(cluster: Cluste
         "show.py",
         """
         import os
-        names = ["LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "PARALLAX_DEVICES"]
+        names = ["RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "PARALLAX_DEVICES"]
         print(*(os.environ.get(name) for name in names))
         """,
     )
     ended = cluster.run("--hosts", "hosts.toml", "show.py")
     assert sorted(ended.stdout.splitlines()) == [
-        "[a worker 2] 0 None None",
-        "[b worker 0] 0 3 None",
-        "[b worker 1] 1 1 None",
+        "[a worker 2] 2 0 None None",
+        "[b worker 0] 0 0 3 None",
+        "[b worker 1] 1 1 1 None",
     ], ended.stderr
 
 
@@ -436,6 +436,23 @@ def test_the_traceback_comes_last_with_host_worker_and_step(cluster: Cluster) ->
     log = (cluster.path / "logs" / "worker-1.log").read_text()
     assert "begins at step 0 with 2 workers\n" in log
     assert log.endswith("AssertionError: bad batch\n")
+
+
+def test_what_a_worker_on_another_host_caused_is_not_blamed(cluster: Cluster) -> None:
+    cluster.hosts = ["a", "b"]
+    cluster.write(
+        "train.py",
+        """
+        import os, time
+        from parallax.errors import WorkerLostError
+        if os.environ["RANK"] == "1":
+            raise WorkerLostError("worker 0 is gone")
+        time.sleep(5)
+        raise ValueError("the cause")
+        """,
+    )
+    ended = cluster.run("--hosts", cluster.hosts_file(), "train.py")
+    assert ended.stderr.splitlines()[-1] == "ValueError: the cause", ended.stderr
 
 
 def test_an_exit_code_is_the_commands(cluster: Cluster) -> None:
