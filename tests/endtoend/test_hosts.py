@@ -232,6 +232,7 @@ def test_two_hosts_with_two_workers_know_who_is_where(cluster: Cluster) -> None:
         import json, os, socket, torch, parallax
         model = torch.nn.Linear(1, 1)
         session = parallax.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
         names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE"]
         print(json.dumps([socket.gethostname(), session.rank, session.local_rank,
                           [list(ranks) for ranks in session.hosts.workers],

@@ -228,6 +228,18 @@ def test_a_reader_that_takes_its_time_misses_nothing(directory: Directory) -> No
     assert stdout.splitlines()[-1].startswith("[worker 0] 119999 x")
 
 
+def test_what_a_worker_left_behind_waits_for_the_reader(directory: Directory) -> None:
+    """As much as the buffers on the way hold: the worker has ended long before it is read."""
+    directory.write("train.py", WRITE_PID, "for i in range(60_000): print(i, 'x' * 100)\n")
+    with directory.start("-n", "1", "train.py") as process:
+        (pid,) = directory.pids(1)
+        wait_until(lambda: not is_alive(pid), 30.0)
+        time.sleep(6.0)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert len(stdout.splitlines()) == 60_000
+
+
 def test_ctrl_c_ends_a_command_whose_reader_does_not_read(directory: Directory) -> None:
     directory.write("train.py", WRITE_PID, "while True: print('x' * 100)")
     with directory.start("-n", "1", "train.py") as process:
@@ -385,6 +397,7 @@ def test_nothing_is_open_to_the_network(directory: Directory) -> None:
         "train.py",
         """
         import os, torch.distributed as dist
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         dist.init_process_group("gloo")
 
         def sockets(pid):
