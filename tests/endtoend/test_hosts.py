@@ -448,7 +448,7 @@ def test_what_a_worker_on_another_host_caused_is_not_blamed(cluster: Cluster) ->
         from parallax.errors import WorkerLostError
         if os.environ["RANK"] == "1":
             raise WorkerLostError("worker 0 is gone")
-        time.sleep(5)
+        time.sleep(9)
         raise ValueError("the cause")
         """,
     )
