@@ -15,7 +15,8 @@ import argparse
 import torch
 import torch.nn.functional as F
 from loop import steps
-from records import NONE, Records, Samples, debian_packages, movielens, synthetic
+from packages import debian_packages
+from records import NONE, Records, Samples, movielens, synthetic
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.examples import load
 
-dlrm, records = load("dlrm"), load("records")
+dlrm, packages, records = (load(name) for name in ("dlrm", "packages", "records"))
 
 
 def test_auc_is_the_share_of_pairs_in_order() -> None:
@@ -60,22 +60,22 @@ Depends: another-version
 
 
 def test_packages_are_read_from_a_ragged_dump() -> None:
-    packages = list(records.parse_packages(DUMP))
-    assert [package["Package"] for package in packages] == ["a", "b", "a"]
-    assert records.targets_of(packages[0]) == ["b", "c", "d", "e"]
-    assert packages[0]["Tag"] == "x::1, x::2, x::3"
-    assert list(records.parse_packages("")) == []
-    assert list(records.parse_packages("\n\n \n\n:\n")) == []
+    found = list(packages.parse_packages(DUMP))
+    assert [package["Package"] for package in found] == ["a", "b", "a"]
+    assert packages.targets_of(found[0]) == ["b", "c", "d", "e"]
+    assert found[0]["Tag"] == "x::1, x::2, x::3"
+    assert list(packages.parse_packages("")) == []
+    assert list(packages.parse_packages("\n\n \n\n:\n")) == []
 
 
 def test_relations_become_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MIN_PAIRS", 1)
-    made = records.relate(records.parse_packages(DUMP), torch.Generator().manual_seed(0))
+    monkeypatch.setattr(packages, "MIN_PAIRS", 1)
+    made = packages.relate(packages.parse_packages(DUMP), torch.Generator().manual_seed(0))
     related = made.labels.bool()
     assert int(related.sum()) == 4  # The second version of `a` is left out.
     pairs = torch.cat(made.ids[:2], 1)
     assert pairs[related].tolist() == [[1, 2], [1, 3], [1, 4], [1, 5]]
-    assert made.ids[8].shape == (len(pairs), records.MOST_TAGS)
+    assert made.ids[8].shape == (len(pairs), packages.MOST_TAGS)
     assert made.ids[8][0].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert made.dense.isfinite().all()
     for ids, num_rows in zip(made.ids, made.num_rows, strict=True):
@@ -84,7 +84,7 @@ def test_relations_become_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_drawn_as_unrelated_is_unrelated() -> None:
     dump = "\n\n".join(f"Package: p{i}\nDepends: q{i % 5}, q{i % 3}, r" for i in range(40))
-    made = records.relate(records.parse_packages(dump), torch.Generator().manual_seed(0))
+    made = packages.relate(packages.parse_packages(dump), torch.Generator().manual_seed(0))
     pairs = [tuple(pair) for pair in torch.cat(made.ids[:2], 1).tolist()]
     related = {pair for pair, label in zip(pairs, made.labels.tolist(), strict=True) if label}
     others = [pair for pair, label in zip(pairs, made.labels.tolist(), strict=True) if not label]
@@ -94,18 +94,18 @@ def test_what_is_drawn_as_unrelated_is_unrelated() -> None:
 
 def test_no_packages_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="apt-get update"):
-        records.relate([], torch.Generator())
+        packages.relate([], torch.Generator())
 
     def missing(*_: object, **__: object) -> None:
         raise FileNotFoundError
 
     monkeypatch.setattr(subprocess, "run", missing)
     with pytest.raises(SystemExit, match="no apt-cache here.*--data movielens"):
-        records.debian_packages(torch.Generator())
+        packages.debian_packages(torch.Generator())
     failed = SimpleNamespace(returncode=100, stdout=b"", stderr=b"E: broken \xff")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(SystemExit, match="ended with 100: E: broken"):
-        records.debian_packages(torch.Generator())
+        packages.debian_packages(torch.Generator())
 
 
 def test_movielens_is_read_from_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
