@@ -16,8 +16,8 @@ def steps(session: parallax.Session, loader: Iterable[Any], total: int, title: s
     left = range(session.step, total)
     if session.rank == 0:  # The launcher keeps worker 0's bar on the terminal's last line.
         left = tqdm(left, title, unit="step", file=sys.stdout, ncols=68)
-    # The numbers come last: a batch that is drawn and not trained on would be lost.
-    for batch, _ in zip(_endless(loader), left, strict=False):
+    # The numbers come first: a batch that is drawn and not trained on would be lost.
+    for _, batch in zip(left, _endless(loader), strict=False):
         yield batch
 
 
