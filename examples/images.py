@@ -104,11 +104,11 @@ def split(args: argparse.Namespace) -> tuple[int, DataLoader, DataLoader]:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, loader: DataLoader) -> float:
-    """The share of images whose class has the highest score."""
+def report_accuracy(model: nn.Module, loader: DataLoader) -> None:
+    """Print the share of images whose class has the highest score."""
     model.eval()
-    hits = [model(images).argmax(1) == labels for images, labels in loader]
-    return float(torch.cat(hits).float().mean())
+    hits = torch.cat([model(images).argmax(1) == labels for images, labels in loader])
+    print(f"accuracy {hits.float().mean():.3f} of {len(hits)} held-out images")
 
 
 def add_arguments(parser: argparse.ArgumentParser, image_size: int, lr: float) -> None:

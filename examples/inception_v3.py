@@ -13,7 +13,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from images import accuracy, add_arguments, split
+from images import add_arguments, report_accuracy, split
 from loop import steps
 from torch import Tensor, nn
 
@@ -189,9 +189,7 @@ def main() -> None:
         optimizer.zero_grad()
 
     if session.rank == 0:  # A model without tables may be used by one worker alone.
-        print(
-            f"accuracy {accuracy(model, held_out):.3f} of {len(held_out.dataset)} held-out images"
-        )
+        report_accuracy(model, held_out)
     session.close()
 
 
