@@ -14,13 +14,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallax import errors, init
+    from parallax import errors, init, nn
     from parallax.config import Config
     from parallax.ledger import Ledger
     from parallax.plan import Plan
     from parallax.session import Session, parallelize
 
-__all__ = ["Config", "Ledger", "Plan", "Session", "errors", "init", "parallelize"]
+__all__ = ["Config", "Ledger", "Plan", "Session", "errors", "init", "nn", "parallelize"]
 
 _HOMES = {
     "Config": "parallax.config",

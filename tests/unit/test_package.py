@@ -13,7 +13,7 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "variables errors config init cluster hosts beacon analysis cost plan ledger table gradient "
+    "variables errors config init nn cluster hosts beacon analysis cost plan ledger table gradient "
     "shard exchange sparse dense backward clip guard optim ownership placement data checkpoint "
     "progress session"
 ).split()
