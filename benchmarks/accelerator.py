@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from language_model import LanguageModel
+from lm1b import LanguageModel
 
 
 class AcceleratedLanguageModel(LanguageModel):
@@ -26,9 +26,10 @@ class AcceleratedLanguageModel(LanguageModel):
     seconds = 0.02
 
     def forward(self, windows: Tensor) -> Tensor:
-        candidates, _ = self.draw_candidates()
+        softmax = self.softmax
+        candidates = softmax.proposal.draw(windows.device)
         words = torch.cat([windows[:, 1:].flatten(), candidates])
-        rows = [self.embedding(windows[:, :-1]), self.out_weight(words), self.out_bias(words)]
+        rows = [self.embedding(windows[:, :-1]), softmax.table(words), softmax.bias(words)]
         dense = [*self.lstm.parameters(), *self.projection.parameters()]
         loss: Tensor = _Compute.apply(self.seconds, *rows, *dense)
         return loss

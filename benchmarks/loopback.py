@@ -39,7 +39,7 @@ from tqdm import tqdm
 import parallax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-from language_model import LanguageModel
+from lm1b import LanguageModel
 
 WARM_UP_STEPS = 3
 ALONE = "no exchange"
@@ -93,7 +93,7 @@ def language_models(args: argparse.Namespace) -> list[Contestant]:
     def build(sparse: bool) -> tuple[LanguageModel, torch.optim.Optimizer]:
         torch.manual_seed(0)
         kind = AcceleratedLanguageModel if args.accelerator_ms else LanguageModel
-        model = kind(args.words, args.width, args.hidden, args.samples, sparse)
+        model = kind(args.words, args.width, args.hidden, args.samples, sparse=sparse)
         model.seconds = args.accelerator_ms / 1000
         return model, torch.optim.Adagrad(
             model.parameters(), lr=0.03, initial_accumulator_value=1e-5

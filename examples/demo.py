@@ -44,7 +44,7 @@ def train(engine: str, args: argparse.Namespace) -> Result:
     steps = max(args.steps // DENSE_SHARE, 1) if engine == "ddp" else args.steps
     (out / "result.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "parallax.launch.command", "run", "-n", str(args.workers)]
-    command += [str(HERE / "language_model.py"), "--engine", engine, "--out", str(out)]
+    command += [str(HERE / "lm1b.py"), "--engine", engine, "--out", str(out)]
     command += ["--steps", str(steps)]
     command += ["--text", str(args.text)] if args.text else []
     with subprocess.Popen(command + args.extra) as child:

@@ -199,8 +199,8 @@ def test_four_hosts_train_the_example_as_one_machine_does(cluster: Cluster, tmp_
     generator = random.Random(0)
     words = [f"w{generator.randrange(60)}" for _ in range(6000)]
     (tmp_path / "text.txt").write_text(" ".join(words).replace("w0", "w0\n"))
-    script = [str(ROOT / "examples" / "language_model.py"), "--text", "text.txt", "--steps", "20"]
-    script += ["--width", "16", "--hidden", "16", "--samples", "20", "--batch-size", "8"]
+    script = [str(ROOT / "examples" / "lm1b.py"), "--text", "text.txt", "--steps", "20"]
+    script += ["--width", "16", "--hidden", "32", "--samples", "20", "--batch-size", "8"]
     script += ["--window", "10", "--eval-windows", "16", "--out"]
     ended = cluster.run("--hosts", cluster.hosts_file(), *script, "runs/hosts")
     assert ended.code == 0, ended.stderr

@@ -97,7 +97,7 @@ def test_a_class_far_more_frequent_than_the_others_does_not_stop_the_draw() -> N
 
 
 def test_mean_gradient_of_many_draws_is_close_to_the_full_one() -> None:
-    """With 40 of 50 classes and 100 draws the distance measured is 1.9% of the full gradient's norm,
+    """With 40 of 50 classes and 100 draws the distance is 1.9% of the full gradient's norm,
     1.4% with 400: mostly noise. Without the correction it is 8.4%.
     """
     loss = make(40)
