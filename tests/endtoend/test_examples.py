@@ -112,6 +112,34 @@ def test_the_paper_s_model_can_be_built_on_meta(example) -> None:
     assert set(lm1b.start_values(512)) == TABLES
 
 
+def test_word2vec_ranks_true_neighbours_first(text: Path, tmp_path: Path) -> None:
+    sizes = ["--width", 16, "--reach", 1, "--pool", 32, "--subsample", 1, "--batch-size", 64]
+    result = run_example("word2vec.py", tmp_path / "out", "--text", text, "--steps", 300, *sizes)
+    assert result["num_words"] == 62
+    # Before training: six times log 2. Measured: 0.99.
+    assert 0.7 < result["loss"] < 1.4
+    # A word has two that may stand before it and two after it: 1.5 at best, 30 for a guess.
+    # Measured: 3.3.
+    assert 1.5 < result["mean_rank"] < 6
+    assert len(result["nearest"]) == 5
+    assert all(len(others) == 5 for others in result["nearest"].values())
+
+
+def test_skip_thoughts_learns_to_tell_neighbours(text: Path, tmp_path: Path) -> None:
+    sizes = ["--width", 16, "--hidden", 32, "--samples", 20, "--batch-size", 8, "--length", 12]
+    arguments = ["--text", text, "--steps", 150, "--eval-sentences", 32, *sizes]
+    result = run_example("skip_thoughts.py", tmp_path / "out", *arguments)
+    assert result["num_words"] == 62
+    # A choice between two for all words but a sentence's first; 62 for a guess. Measured: 3.0.
+    assert 2 < result["perplexity"] < 4.5
+
+
+def test_linear_ends_at_the_noise(tmp_path: Path) -> None:
+    result = run_example("linear.py", tmp_path / "out", "--steps", 200)
+    # The noise has a variance of 0.01; a sample of 1,000 errors shows it within 10% or so.
+    assert 0.008 < result["mean_squared_error"] < 0.012
+
+
 def test_demo_ends_with_a_table(text: Path, tmp_path: Path) -> None:
     arguments = ["--text", text, "--steps", 10, "--engines", "parallax", "ddp", *SIZES]
     done = run(EXAMPLES / "demo.py", *arguments, cwd=tmp_path)
