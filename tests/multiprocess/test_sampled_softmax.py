@@ -36,7 +36,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(before, after) for before, after in (skewed * CLASSES).long()]
 
 
-def train(options: dict[str, Any]) -> tuple[dict[str, Tensor], float, list[str]]:
+def train(
+    options: dict[str, Any], shares: tuple[int, ...] | None = None
+) -> tuple[dict[str, Tensor], float, list[str]]:
     """Train on this worker's share; all workers draw the same candidates."""
     torch.manual_seed(7)
     model = Model(**options).double()
@@ -44,7 +46,7 @@ def train(options: dict[str, Any]) -> tuple[dict[str, Tensor], float, list[str]]
     generator = torch.Generator().manual_seed(3)
     with parallax.parallelize(model, optimizer) as session:
         for batch in batches():
-            before, after = share(batch, session.rank, session.num_workers, None)
+            before, after = share(batch, session.rank, session.num_workers, shares)
             session.weight(len(after))
             model.softmax(model.hidden(before), after, generator).backward()
             optimizer.step()
@@ -69,6 +71,12 @@ def test_workers_equal_one_process(options: dict[str, Any], num_workers: int) ->
     for _, value, routes in found:
         assert value == pytest.approx(exact, rel=1e-10)
         assert routes == ["sharded"] * len(TABLES)
+
+
+def test_a_worker_without_targets_still_takes_part() -> None:
+    ((expected, _, _),) = run_workers(train, 1, {})
+    found = run_workers(train, 3, {}, (5, 0, 7))
+    assert_same(found[0][0], expected, torch.float64)
 
 
 def draws() -> list[int]:
