@@ -52,6 +52,7 @@ class Baseline:
     """What stands in for a session when Parallax is not used."""
 
     plan = "No plan: every parameter is moved as PyTorch does."
+    step = 0  # It always begins from nothing.
 
     def __init__(self, model: nn.Module, engine: str) -> None:
         self.model, self.rank, self.num_workers = model, 0, 1

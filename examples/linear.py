@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from steps import take, write_result
+from loop import steps, write_result
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,7 +35,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = parallax.parallelize(model, optimizer)
 
-    for x, y in take(session.shard(loader), args.steps, "linear", session.rank):
+    for x, y in steps(session, session.shard(loader), args.steps, "linear"):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from baseline import Baseline
-from steps import take, write_result
+from loop import steps, write_result
 from text import load_corpus
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -135,7 +135,7 @@ def main() -> None:
         session = Baseline(model, args.engine)
 
     torch.manual_seed(1 + session.rank)  # Each worker draws its own candidates.
-    batches = take(session.shard(loader), args.steps, args.engine, session.rank)
+    batches = steps(session, session.shard(loader), args.steps, args.engine)
     trained = getattr(session, "trained", model)  # DDP wraps a model; Parallax changes it in place.
     seconds, losses = train(trained, model.lstm, optimizer, batches)
 

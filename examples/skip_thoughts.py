@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 
 import torch
-from steps import take, write_result
+from loop import steps, write_result
 from text import END, Corpus, load_corpus
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -107,7 +107,7 @@ def main() -> None:
     session = parallax.parallelize(model, optimizer)
 
     torch.manual_seed(1 + session.rank)  # Each worker draws its own candidates.
-    for (sentences,) in take(session.shard(loader), args.steps, "skip-thoughts", session.rank):
+    for (sentences,) in steps(session, session.shard(loader), args.steps, "skip-thoughts"):
         model(sentences).backward()
         optimizer.step()
         optimizer.zero_grad()

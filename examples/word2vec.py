@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from steps import take, write_result
+from loop import steps, write_result
 from text import Corpus, load_corpus
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -50,13 +50,18 @@ class SkipGram(nn.Module):
 
     @torch.no_grad()
     def mean_rank(self, windows: Tensor, chunk_size: int = 8192) -> float:
-        """How many words the centre's vector prefers to the true neighbour, on average."""
+        """How many words the model finds more likely than the true neighbour, on average.
+
+        A trained score is log p(word | centre) - log q(word) but for a constant, where q is the
+        negatives' distribution.
+        """
         centre, around = split(windows)
+        log_q = self.chance.log()
         states = self.centres(centre)
-        true = (self.neighbours(around) * states[:, None]).sum(2)
+        true = (self.neighbours(around) * states[:, None]).sum(2) + log_q[around]
         better = torch.zeros_like(around)
         for ids in torch.arange(self.neighbours.num_embeddings).split(chunk_size):
-            scores = states @ self.neighbours(ids).t()
+            scores = torch.addmm(log_q[ids], states, self.neighbours(ids).t())
             better += (scores[:, None] > true[:, :, None]).sum(2)
         return float(better.double().mean())
 
@@ -72,6 +77,15 @@ def subsample(corpus: Corpus, threshold: float) -> Tensor:
     share = torch.bincount(corpus.ids, minlength=len(corpus.words)) / len(corpus.ids)
     keep = (threshold / share).sqrt() + threshold / share
     return corpus.ids[torch.rand(len(corpus.ids)) < keep[corpus.ids]]
+
+
+def hold_out(windows: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Windows for training, and some from all over the text that share no pair with them."""
+    places = torch.linspace(0, len(windows) - 1, num).long()
+    width = windows.shape[1]
+    near = (places[:, None] + torch.arange(1 - width, width)).clamp(0, len(windows) - 1)
+    kept = torch.ones(len(windows), dtype=torch.bool).index_fill(0, near.flatten(), False)
+    return windows[kept], windows[places]
 
 
 def nearest(table: Tensor, words: list[str], ids: range, num: int = 5) -> dict[str, list[str]]:
@@ -104,8 +118,8 @@ def main() -> None:
     corpus = load_corpus(args.text, args.max_words, args.out.parent)
     torch.manual_seed(0)  # The same text and start on every worker.
     windows = subsample(corpus, args.subsample).unfold(0, 2 * args.reach + 1, 1)
-    held_out, dataset = windows[-args.eval_windows :], TensorDataset(windows[: -args.eval_windows])
-    loader = DataLoader(dataset, args.batch_size, shuffle=True, drop_last=True)
+    training, held_out = hold_out(windows, args.eval_windows)
+    loader = DataLoader(TensorDataset(training), args.batch_size, shuffle=True, drop_last=True)
     counts = torch.bincount(corpus.ids, minlength=len(corpus.words)).float()
     model = SkipGram(counts, args.width, args.negatives, args.pool)
     optimizer = torch.optim.Adagrad(model.parameters(), args.lr)
@@ -113,7 +127,7 @@ def main() -> None:
 
     torch.manual_seed(1 + session.rank)  # Each worker draws its own negatives.
     losses = []
-    for (batch,) in take(session.shard(loader), args.steps, "word2vec", session.rank):
+    for (batch,) in steps(session, session.shard(loader), args.steps, "word2vec"):
         loss = model(batch)
         loss.backward()
         optimizer.step()
