@@ -38,7 +38,7 @@ def test_dlrm_learns_which_packages_belong_together(tmp_path: Path) -> None:
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     sizes = ["--batch-size", 128, "--steps", 60]
     done = run_example("dlrm.py", "--data", "packages", *sizes, variables=variables)
-    assert 0.9 < figure(done, "AUC") <= 1
+    assert 0.9 < figure(done, "AUC") <= 1  # A guess has 0.5; measured 0.967.
 
 
 def test_nmt_learns_the_made_up_language() -> None:
