@@ -278,6 +278,7 @@ def test_a_terminal_shows_how_the_job_is_doing(directory: Directory) -> None:
     # The rate is there if an earlier step was seen too.
     assert re.search(r"step 3 (· \S+ steps/s )?· 2 workers · 0:00:\d\d", shown), shown
     assert re.search(r"\x1b\[31mparallax: worker . failed at step 3 with", shown), shown
+    assert shown.count("Traceback") == 1  # torch's hook, which a process group brings, is silent
 
 
 def read_all(fd: int) -> bytes:

@@ -110,9 +110,12 @@ def _run_module(name: str) -> None:
 def _record(directory: RunDirectory, rank: int, local_rank: int, error: BaseException) -> None:
     """Leave the traceback to the launcher, which shows the first failure's and shows it last."""
     frames = _own_frames(error.__traceback__)
-    if sys.excepthook is not sys.__excepthook__:
-        # The user's hook, or that of an experiment tracker that wants to know of the failure.
-        sys.excepthook(type(error), error, frames)
+    hook = sys.excepthook
+    # The user's hook, or that of an experiment tracker that wants to know of the failure; torch's
+    # own, which a process group brings, would only print what the launcher shows.
+    is_torchs = getattr(hook, "__module__", "").startswith("torch.")
+    if hook is not sys.__excepthook__ and not is_torchs:
+        hook(type(error), error, frames)
     record = failure.from_exception(rank, error, frames)
     try:
         failure.write(directory, local_rank, record)
