@@ -23,7 +23,6 @@ from parallax.launch.job import HostSpec
 # So when a restart begins, seconds later, nothing of the job runs on a host that was given up.
 _LAPSE_SECONDS = 7.0
 _LOST_SECONDS = 8.0
-_DEATH_HEAD_START_SECONDS = 1.0
 _EXIT_SECONDS = 2.0
 _KILL_SECONDS = 5.0
 _BEAT_SECONDS = 1.0
@@ -262,9 +261,8 @@ class Connection:
         how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
         where = f" on {self.name}" if self.name else ""
         what = f"the agent{where}, which starts {{workers}}, was ended {how}"
-        return self._loss(
-            what, self._ended_at - _DEATH_HEAD_START_SECONDS, log=self.ended["agent_log"]
-        )
+        time_seconds = self._ended_at - failure.DEATH_HEAD_START_SECONDS
+        return self._loss(what, time_seconds, log=self.ended["agent_log"])
 
     def _loss(self, what: str, time_seconds: float, log: str) -> Failure:
         loss = failure.from_host(self.name, self.ranks, what, time_seconds=time_seconds, log=log)

@@ -14,7 +14,7 @@ from parallax.launch.host.rundir import RunDirectory, read_json, write_json
 
 # The agent sees the end of a worker up to a poll later than it happened, and notes whole
 # seconds; a peer can report the broken connection before that. So a death has a head start.
-_DEATH_HEAD_START_SECONDS = 1.0
+DEATH_HEAD_START_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def from_death(rank: int, return_code: int, time_seconds: float) -> Failure:
     return Failure(
         rank=rank,
         exit_code=return_code if ended_by is None else 128 + ended_by,
-        time_seconds=time_seconds - _DEATH_HEAD_START_SECONDS,
+        time_seconds=time_seconds - DEATH_HEAD_START_SECONDS,
         signal=ended_by,
     )
 
