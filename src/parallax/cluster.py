@@ -182,14 +182,7 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", found[0])
 
 
-# Numbers ------------------------------------------------------------------------------------
-
-
-def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
-    if not 0 <= value < limit:
-        raise ConfigError(
-            f"{name} is {value}, but must lie between 0 and {limit_name} - 1 = {limit - 1}; {_HOW}"
-        )
+# What `parallax run` says -------------------------------------------------------------------
 
 
 def resume_dir() -> str | None:
@@ -200,6 +193,16 @@ def resume_dir() -> str | None:
 def step_file() -> str | None:
     """The file in which the launcher reads this worker's step; None if nobody does."""
     return os.environ.get(variables.STEP_FILE) or None
+
+
+# Numbers ------------------------------------------------------------------------------------
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if not 0 <= value < limit:
+        raise ConfigError(
+            f"{name} is {value}, but must lie between 0 and {limit_name} - 1 = {limit - 1}; {_HOW}"
+        )
 
 
 def _integer(name: str) -> int:
