@@ -1,0 +1,74 @@
+"""Who trains: Parallax and what people would use instead.
+
+Each engine's module has `start(task)`, which joins the other workers, makes the model as the
+engine's own documentation recommends, and returns `turn(num_steps) -> loss`. `ENGINES` tells which
+module and options stand behind a name; nothing here imports a framework.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venv-peers"
+"""A virtualenv for each peer, made by `make peer-<name>`."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine is started and what is known of it before."""
+
+    title: str
+    module: str
+    options: dict[str, object] = field(default_factory=dict)
+    environment: str | None = None
+    """The virtualenv that it needs; None for the one that runs the benchmark."""
+    packages: tuple[str, ...] = ("torch",)
+    """Whose versions are recorded."""
+    replicates: bool = True
+    """Whether each worker has all rows of the tables."""
+    is_synchronous: bool = True
+
+    @property
+    def python(self) -> Path:
+        if self.environment is None:
+            return Path(sys.executable)
+        return ENVIRONMENTS / self.environment / "bin" / "python"
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot run, if so."""
+        if self.environment is None or (self.python.parent.parent / "installed").exists():
+            return None
+        return f"not installed: `make peer-{self.environment}`"
+
+
+OURS = "parallax"
+ALONE = "alone"
+ENGINES = {
+    OURS: Engine("Parallax", "parallax", replicates=False),
+    "ddp-sparse": Engine("DDP sparse", "ddp", {"sparse": True}),
+    "ddp-dense": Engine("DDP dense", "ddp", {"sparse": False}),
+    "horovod": Engine("Horovod", "horovod", environment="horovod", packages=("torch", "horovod")),
+    "torchrec": Engine(
+        "TorchRec row-wise",
+        "torchrec",
+        {"sharding": "row_wise"},
+        environment="torchrec",
+        packages=("torch", "torchrec", "fbgemm-gpu-cpu"),
+        replicates=False,
+    ),
+    "deepspeed": Engine(
+        "DeepSpeed", "deepspeed", environment="deepspeed", packages=("torch", "deepspeed")
+    ),
+    "tensorflow": Engine(
+        "TensorFlow PS",
+        "tensorflow",
+        environment="tensorflow",
+        packages=("tensorflow-cpu",),
+        replicates=False,
+        is_synchronous=False,
+    ),
+    ALONE: Engine("no exchange", "alone"),
+}

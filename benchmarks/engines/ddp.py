@@ -1,0 +1,16 @@
+"""PyTorch's DistributedDataParallel over gloo, with dense or with sparse gradients of tables."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.engines.task import Task, Turn, train
+
+
+def start(task: Task) -> Turn:
+    dist.init_process_group("gloo")
+    model = task.model(sparse=task.options["sparse"])
+    optimizer = task.adagrad(model.parameters())
+    # Its documentation's way to save a copy of every gradient.
+    return train(task, DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)

@@ -1,0 +1,87 @@
+"""What an engine is asked to do, and the step that all torch engines share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.workloads import Workload, by_name
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from benchmarks.workloads.model import Model
+
+Turn = Callable[[int], float]
+"""Takes so many steps and returns the last one's loss."""
+
+
+@dataclass
+class Task:
+    """A workload, this worker's place among the others, and the engine's options."""
+
+    workload: Workload
+    rank: int
+    num_workers: int
+    is_emulated: bool
+    options: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Where the time of a turn went, by the names given to `span`."""
+
+    @classmethod
+    def from_environment(cls, workload: str, *, is_emulated: bool, options: dict[str, Any]) -> Task:
+        rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(by_name(workload), rank, num_workers, is_emulated, options)
+
+    def layers(self) -> nn.Module:
+        from benchmarks.workloads.model import make_layers
+
+        return make_layers(self.workload, emulated=self.is_emulated)
+
+    def model(self, *, sparse: bool) -> Model:
+        from benchmarks.workloads.model import Model
+
+        return Model(self.workload, self.layers(), sparse=sparse)
+
+    def adagrad(self, parameters: Any) -> Any:
+        import torch
+
+        torch.sparse.check_sparse_tensor_invariants.disable()  # Or Adagrad warns that it is off.
+        workload = self.workload
+        return torch.optim.Adagrad(
+            parameters, workload.learning_rate, initial_accumulator_value=workload.accumulator
+        )
+
+    def batches(self) -> Iterator[tuple[list[Tensor], ...]]:
+        from benchmarks.workloads.model import batches
+
+        return batches(self.workload, self.rank, self.num_workers)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def train(task: Task, model: nn.Module, optimizer: Any) -> Turn:
+    """The loop of an ordinary script."""
+    data = task.batches()
+
+    def turn(num_steps: int) -> float:
+        for _ in range(num_steps):
+            ids, others = next(data)
+            with task.span("forward"):
+                loss = model(ids, others)
+            with task.span("backward"):
+                loss.backward()
+            with task.span("update"):
+                optimizer.step()
+                optimizer.zero_grad()
+        return float(loss.detach())
+
+    return turn

@@ -1,0 +1,24 @@
+"""What is trained: tables, the layers behind them, batches and an optimizer's settings.
+
+A workload is plain data and numpy until a worker asks for its layers, so that engines of other
+frameworks can train it too. `by_name` finds one; `Workload` is what each of them offers.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from benchmarks.workloads.workload import Batch, Table, Workload
+
+__all__ = ["NAMES", "Batch", "Table", "Workload", "by_name"]
+
+NAMES = ("lm", "lm-large", "nmt", "dlrm", "resnet", "sparsity-<percent>")
+
+
+def by_name(name: str) -> Workload:
+    kind, _, variant = name.partition("-")
+    if kind not in {known.partition("-")[0] for known in NAMES}:
+        raise ValueError(f"workload {name!r} is none of {', '.join(NAMES)}")
+    module = importlib.import_module(f"benchmarks.workloads.{kind}")
+    workload: Workload = module.make(variant)
+    return workload

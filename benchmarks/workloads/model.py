@@ -1,0 +1,82 @@
+"""A workload as an ordinary torch model, and the emulated accelerator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads.workload import Workload
+
+POOL = 32
+"""Different batches of a worker; after these the first comes again."""
+
+
+class Model(nn.Module):
+    """Tables as torch's own `nn.Embedding`, and the layers behind them."""
+
+    def __init__(self, workload: Workload, layers: nn.Module, *, sparse: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList()
+        for table in workload.tables:
+            start = torch.from_numpy(table.start())
+            self.tables.append(nn.Embedding.from_pretrained(start, freeze=False, sparse=sparse))
+        self.layers = layers
+
+    def forward(self, ids: list[Tensor], others: list[Tensor]) -> Tensor:
+        rows = [table(of_table) for table, of_table in zip(self.tables, ids, strict=True)]
+        loss: Tensor = self.layers(rows, others)
+        return loss
+
+
+def make_layers(workload: Workload, *, emulated: bool) -> nn.Module:
+    """The same on every worker and in every engine."""
+    torch.manual_seed(0)
+    layers = workload.layers()
+    return Accelerated(layers, workload.compute_ms / 1000) if emulated else layers
+
+
+def batches(workload: Workload, rank: int, num_workers: int) -> Iterator[tuple[list[Tensor], ...]]:
+    """A worker's batches without end, made beforehand: reading data is not what is timed."""
+    pool = []
+    for step in range(POOL):
+        batch = workload.batch(step, rank)
+        pool.append(tuple([torch.from_numpy(array) for array in part] for part in batch))
+    return cycle(pool)
+
+
+class Accelerated(nn.Module):
+    """Layers on an emulated accelerator: a sleep stands for their arithmetic, all else is real.
+
+    Several workers that share a few cores spend nearly all their time computing, which hides what
+    an exchange costs. Lookups, gradients of every parameter, their exchange and the optimizer's
+    updates happen as always. Figures made this way say so.
+    """
+
+    def __init__(self, layers: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.layers, self.seconds = layers, seconds
+
+    def forward(self, rows: list[Tensor], others: list[Tensor]) -> Tensor:
+        loss: Tensor = _Compute.apply(self.seconds, *rows, *self.layers.parameters())
+        return loss
+
+
+class _Compute(torch.autograd.Function):
+    """A third of the time forward, two thirds backward; gradients are small constants."""
+
+    @staticmethod
+    def forward(ctx: Any, seconds: float, *inputs: Tensor) -> Tensor:
+        ctx.seconds = seconds
+        ctx.shapes = [tensor.shape for tensor in inputs]
+        time.sleep(seconds / 3)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        time.sleep(2 * ctx.seconds / 3)
+        return None, *(torch.full(shape, 1e-4) for shape in ctx.shapes)
