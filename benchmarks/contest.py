@@ -8,12 +8,14 @@ whose memory does not suffice together sit at several tables (`sittings`), Paral
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.crew import Crew, CrewError, Turn
@@ -45,6 +47,16 @@ class Setting:
         compute = "emulated" if self.is_emulated else "real"
         return f"{self.workload}-{self.num_hosts}x{self.rate}-{compute}"
 
+    @property
+    def title(self) -> str:
+        compute = "emulated accelerator" if self.is_emulated else "real compute"
+        return f"{self.workload}, {self.num_hosts} hosts × {self.rate}, {compute}"
+
+    @property
+    def num_samples(self) -> int:
+        """Of all workers in a step."""
+        return by_name(self.workload).samples[0] * self.num_hosts
+
 
 @dataclass
 class Result:
@@ -68,8 +80,19 @@ class Contest:
     started: str
     machine: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Contest:
+        facts = json.loads(path.read_text())
+        facts["setting"]["engines"] = tuple(facts["setting"]["engines"])
+        sittings = [[_result(**each) for each in sitting] for sitting in facts["sittings"]]
+        return cls(Setting(**facts["setting"]), sittings, facts["started"], facts["machine"])
+
+
+def _result(turns: list[dict[str, Any]], **facts: Any) -> Result:
+    return Result(turns=[Turn(**turn) for turn in turns], **facts)
 
 
 def hold(setting: Setting, progress: Callable[[str], None]) -> Contest:

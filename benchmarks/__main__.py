@@ -1,0 +1,144 @@
+"""Parallax beside its peers, on the hosts of the test bed.
+
+    python -m benchmarks suite --quick              # what `make bench-quick` runs
+    python -m benchmarks run lm --hosts 8 --rate 200mbit --emulated
+    python -m benchmarks report runs/bench --out docs/benchmarks
+    python -m benchmarks peers                      # which are installed
+
+Figures of different runs say little; compare those of one table. `--emulated` puts a sleep in the
+place of the layers' arithmetic, so that eight workers can share two cores; see README.md here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import report, suite
+from benchmarks.contest import Contest, Setting, hold
+from benchmarks.engines import ALONE, ENGINES, OURS
+from benchmarks.limits import bits_a_second
+from benchmarks.testbed import Testbed
+from benchmarks.workloads import NAMES, by_name
+
+RUNS = Path("runs/bench")
+
+
+def measure(settings: list[Setting], folder: Path) -> list[Contest]:
+    """Each setting is kept as soon as it is measured."""
+    reason = Testbed.missing()
+    if reason is not None:
+        raise SystemExit(f"the hosts of the test bed cannot be made: {reason}")
+    folder.mkdir(parents=True, exist_ok=True)
+    contests = []
+    with tqdm(settings, unit="setting", file=sys.stdout, ncols=90) as bar:
+        for setting in bar:
+            contest = hold(setting, bar.set_description_str)
+            contest.save(folder / f"{setting.name}.json")
+            contests.append(contest)
+            bar.write(f"\n{setting.title}\n\n{report.table(contest)}\n")
+    return contests
+
+
+def load(folder: Path) -> list[Contest]:
+    """In the order of the suite; others after them, by name."""
+    known = [setting.name for setting in suite.full()]
+    paths = sorted(folder.glob("*.json"), key=lambda path: (_place(known, path.stem), path.stem))
+    if not paths:
+        raise SystemExit(f"{folder} has no results: run `python -m benchmarks suite` first")
+    return [Contest.load(path) for path in paths]
+
+
+def _place(known: list[str], name: str) -> int:
+    return known.index(name) if name in known else len(known)
+
+
+def run(args: argparse.Namespace) -> None:
+    engines = tuple(args.engines.split(",")) if args.engines else suite.LOOKED_UP
+    unknown = sorted(set(engines) - set(ENGINES))
+    if unknown:
+        raise SystemExit(f"--engines: {unknown[0]!r} is none of {', '.join(ENGINES)}")
+    engines = (OURS, *(name for name in engines if name != OURS))
+    if ALONE not in engines:
+        engines += (ALONE,)
+    setting = Setting(
+        args.workload,
+        args.hosts,
+        args.rate,
+        args.emulated,
+        engines,
+        args.repetitions,
+        args.turn_seconds,
+    )
+    measure([setting], args.out)
+
+
+def run_suite(args: argparse.Namespace) -> None:
+    contests = measure(suite.quick() if args.quick else suite.full(), args.out)
+    print(f"Goals\n\n{report.goals_table(contests)}\n\nKept in {args.out}.")
+
+
+def write_report(args: argparse.Namespace) -> None:
+    from benchmarks.page import write
+
+    print(f"Wrote {write(load(args.folder), args.out)}.")
+
+
+def list_peers(_: argparse.Namespace) -> None:
+    for name, engine in ENGINES.items():
+        print(f"{name:15} {engine.title:20} {engine.missing or 'ready'}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("run", help="one workload on one set of hosts")
+    one.add_argument("workload", type=_workload, help=f"one of {', '.join(NAMES)}")
+    one.add_argument("--hosts", type=int, default=4)
+    one.add_argument("--rate", type=_rate, default="200mbit", help="of every link, as in 1gbit")
+    one.add_argument("--emulated", action="store_true", help="a sleep in place of arithmetic")
+    one.add_argument("--engines", help=f"some of {', '.join(ENGINES)}, with commas between")
+    one.add_argument("--repetitions", type=int, default=5, help="turns of each engine")
+    one.add_argument("--turn-seconds", type=float, default=3.0, help="about, two steps at least")
+    one.add_argument("--out", type=Path, default=Path("runs/contest"), help="folder for results")
+    one.set_defaults(act=run)
+    many = commands.add_parser("suite", help="all settings")
+    many.add_argument("--quick", action="store_true", help="two settings, under 10 minutes")
+    many.add_argument("--out", type=Path, default=RUNS, help="folder for results")
+    many.set_defaults(act=run_suite)
+    page = commands.add_parser("report", help="a page with tables and plots of results")
+    page.add_argument("folder", type=Path, nargs="?", default=RUNS)
+    page.add_argument("--out", type=Path, default=Path("runs/report"))
+    page.set_defaults(act=write_report)
+    peers = commands.add_parser("peers", help="which engines are installed")
+    peers.set_defaults(act=list_peers)
+    return parser.parse_args()
+
+
+def _workload(name: str) -> str:
+    return _checked(by_name, name)
+
+
+def _rate(rate: str) -> str:
+    return _checked(bits_a_second, rate)
+
+
+def _checked(check: Any, value: str) -> str:
+    try:
+        check(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
+
+
+if __name__ == "__main__":
+    arguments = parse_args()
+    arguments.act(arguments)

@@ -1,0 +1,63 @@
+"""What is to be reached, and what was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.contest import Contest
+from benchmarks.engines import ENGINES, OURS
+from benchmarks.figures import Figure, figures_of
+from benchmarks.limits import formula_bytes
+from benchmarks.workloads import by_name
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio in one setting: to a peer's step, to the limit or to the formula's bytes."""
+
+    setting: str
+    against: str
+    value: float
+
+    @property
+    def is_most(self) -> bool:
+        """Whether less is better."""
+        return self.against in ("limit", "formula")
+
+
+GOALS = (
+    Goal("lm-8x200mbit-emulated", "ddp-sparse", 4.5),
+    Goal("lm-8x200mbit-emulated", "horovod", 6.0),
+    Goal("lm-8x200mbit-emulated", "torchrec", 2.5),
+    Goal("lm-2x200mbit-emulated", "ddp-dense", 40.0),
+    Goal("lm-4x200mbit-emulated", "tensorflow", 2.8),
+    Goal("resnet-2x1gbit-real", "ddp-dense", 0.98),
+    Goal("lm-8x200mbit-emulated", "limit", 1.25),
+    Goal("lm-8x200mbit-emulated", "formula", 1.05),
+)
+
+
+def goals_table(contests: list[Contest]) -> str:
+    by_setting = {contest.setting.name: contest for contest in contests}
+    lines = ["| setting | against | goal | reached | |", "|---|---|---|---|---|"]
+    for goal in GOALS:
+        contest = by_setting.get(goal.setting)
+        value = reached(goal, contest) if contest else None
+        sign = "≤" if goal.is_most else "≥"
+        against = ENGINES[goal.against].title if goal.against in ENGINES else f"its {goal.against}"
+        shown = "not measured" if value is None else f"{value:.2f} ×"
+        met = value is not None and (value <= goal.value if goal.is_most else value >= goal.value)
+        mark = "" if value is None else "reached" if met else "**not reached**"
+        lines.append(f"| {goal.setting} | {against} | {sign} {goal.value:g} × | {shown} | {mark} |")
+    return "\n".join(lines)
+
+
+def reached(goal: Goal, contest: Contest) -> float | None:
+    figures: dict[str, Figure] = {each.engine: each for each in figures_of(contest)}
+    ours = figures[OURS]
+    if goal.against == "limit":
+        return ours.seconds / ours.limit
+    if goal.against == "formula":
+        workload = by_name(contest.setting.workload)
+        return ours.wire_bytes / formula_bytes(workload, contest.setting.num_hosts)
+    return figures[goal.against].ratio if goal.against in figures else None

@@ -1,0 +1,162 @@
+"""Contests → pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Picture
+
+from benchmarks.contest import Contest
+from benchmarks.engines import ALONE, ENGINES, OURS
+from benchmarks.figures import PARTS, Figure, figures_of
+from benchmarks.workloads import by_name
+
+COLOURS = dict(zip(ENGINES, plt.get_cmap("tab10").colors, strict=False))
+PART_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#d0d0d0")
+
+
+def draw(contests: list[Contest], folder: Path) -> list[Path]:
+    """Every picture that these contests have the figures for."""
+    scaled = [c for c in contests if not c.setting.workload.startswith("sparsity")]
+    swept = [c for c in contests if c.setting.workload.startswith("sparsity")]
+    drawn = [
+        _save(_against_workers(scaled, _throughput, "{unit} a second"), folder / "throughput.png"),
+        _save(_against_workers(scaled, _megabytes, "MB a host and step"), folder / "bytes.png"),
+        _save(_splits(scaled), folder / "split.png"),
+    ]
+    if swept:
+        drawn.append(_save(_sweep(swept), folder / "sparsity.png"))
+    return drawn
+
+
+def _against_workers(contests: list[Contest], value: Any, label: str) -> Picture:
+    kinds = _kinds(contests)
+    picture, rows = _grid(len(kinds))
+    for axes, ((name, rate, is_emulated), members) in zip(rows, kinds.items(), strict=False):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for contest in members:
+            for each in figures_of(contest):
+                if each.engine != ALONE:
+                    place = contest.setting.num_hosts
+                    lines.setdefault(each.engine, []).append((place, value(each, contest)))
+        for engine, points in sorted(lines.items(), key=lambda item: item[0] != OURS):
+            width = 2.5 if engine == OURS else 1.2
+            axes.plot(
+                *zip(*sorted(points), strict=True),
+                marker="o",
+                lw=width,
+                color=COLOURS[engine],
+                label=ENGINES[engine].title,
+            )
+        _limit_line(axes, members, value)
+        compute = "emulated" if is_emulated else "real compute"
+        axes.set(title=f"{name}, {rate}, {compute}", xlabel="workers (one a host)")
+        axes.set(ylabel=label.format(unit=by_name(name).samples[1]), yscale="log")
+        axes.set_xticks(sorted({contest.setting.num_hosts for contest in members}))
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    return picture
+
+
+def _limit_line(axes: Axes, members: list[Contest], value: Any) -> None:
+    if value is not _throughput:
+        return
+    points = []
+    for contest in members:
+        ours = next(each for each in figures_of(contest) if each.engine == OURS)
+        points.append((contest.setting.num_hosts, contest.setting.num_samples / ours.limit))
+    axes.plot(*zip(*sorted(points), strict=True), ls="--", color="black", label="Parallax's limit")
+
+
+def _splits(contests: list[Contest]) -> Picture:
+    """Of each kind, the setting with the most hosts."""
+    largest = [
+        max(members, key=lambda contest: contest.setting.num_hosts)
+        for members in _kinds(contests).values()
+    ]
+    picture, rows = _grid(len(largest))
+    for axes, contest in zip(rows, largest, strict=False):
+        figures = [each for each in figures_of(contest) if each.engine != ALONE][::-1]
+        left = [0.0] * len(figures)
+        for part, colour in zip(PARTS, PART_COLOURS, strict=True):
+            widths = [1e3 * each.split[part] for each in figures]
+            axes.barh([each.title for each in figures], widths, left=left, color=colour, label=part)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.set(title=contest.setting.title, xlabel="ms a step")
+        # One very slow engine must not press the others flat.
+        others = sorted(1e3 * each.seconds for each in figures)
+        if len(others) > 1 and others[-1] > 5 * others[-2]:
+            axes.set_xlim(0, 1.3 * others[-2])
+        axes.legend(fontsize=7)
+    return picture
+
+
+def _sweep(contests: list[Contest]) -> Picture:
+    picture, rows = _grid(2)
+    for axes, value, label in zip(
+        rows, (_milliseconds, _megabytes), ("ms a step", "MB a host and step"), strict=False
+    ):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for contest in contests:
+            percent = float(contest.setting.workload.split("-")[1])
+            for each in figures_of(contest):
+                if each.engine != ALONE:
+                    lines.setdefault(each.engine, []).append((percent, value(each, contest)))
+        for engine, points in lines.items():
+            where = zip(*sorted(points), strict=True)
+            axes.plot(*where, marker="o", color=COLOURS[engine], label=ENGINES[engine].title)
+        setting = contests[0].setting
+        axes.set(
+            title=f"one table, {setting.num_hosts} hosts × {setting.rate}",
+            xscale="log",
+            yscale="log",
+        )
+        axes.set(xlabel="% of the rows touched by a worker", ylabel=label)
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    return picture
+
+
+def _kinds(contests: list[Contest]) -> dict[tuple[str, str, bool], list[Contest]]:
+    kinds: dict[tuple[str, str, bool], list[Contest]] = {}
+    for contest in contests:
+        setting = contest.setting
+        kind = (setting.workload, setting.rate, setting.is_emulated)
+        kinds.setdefault(kind, []).append(contest)
+    return kinds
+
+
+def _throughput(each: Figure, contest: Contest) -> float:
+    return contest.setting.num_samples / each.seconds
+
+
+def _megabytes(each: Figure, contest: Contest) -> float:
+    return each.wire_bytes / 1e6
+
+
+def _milliseconds(each: Figure, contest: Contest) -> float:
+    return 1e3 * each.seconds
+
+
+def _grid(count: int) -> tuple[Picture, list[Axes]]:
+    columns = min(count, 3)
+    height = -(-count // columns)
+    picture, axes = plt.subplots(
+        height, columns, figsize=(5 * columns, 3.6 * height), squeeze=False, layout="constrained"
+    )
+    flat = list(axes.flat)
+    for unused in flat[count:]:
+        unused.axis("off")
+    return picture, flat
+
+
+def _save(picture: Picture, path: Path) -> Path:
+    picture.savefig(path, dpi=110)
+    plt.close(picture)
+    return path
