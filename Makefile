@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench-loopback clean
+.PHONY: help demo test check bench bench-quick bench-loopback peers clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,13 +23,29 @@ check: .venv/dev.stamp ## Lint, check the format and the types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+bench: .venv/bench.stamp ## Compare with the peers on hosts with shaped links (needs root)
+	@benchmarks/testbed/install.sh
+	@$(BIN)/python -m benchmarks suite
+	@$(BIN)/python -m benchmarks converge
+	@$(BIN)/python -m benchmarks report
+
+bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts
+	@benchmarks/testbed/install.sh
+	@$(BIN)/python -m benchmarks suite --quick --out runs/bench-quick
+	@$(BIN)/python -m benchmarks report runs/bench-quick
+
+peers: peer-torchrec peer-deepspeed peer-tensorflow peer-horovod ## Make a virtualenv for each peer
+
+peer-%:
+	@PYTHON=$(PYTHON) benchmarks/engines/install/$*.sh
+
 bench-loopback: .venv/dev.stamp ## Time a step against DDP, four workers on this machine
 	@$(BIN)/python benchmarks/loopback.py
 	@$(BIN)/python benchmarks/loopback.py --accelerator-ms 20
 	@$(BIN)/python benchmarks/loopback.py --resnet
 
-clean: ## Remove .venv, runs and caches
-	rm -rf .venv runs build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+clean: ## Remove virtualenvs, runs and caches
+	rm -rf .venv .venv-peers runs build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The exact pin comes first and alone: other versions bring gigabytes of GPU libraries.
@@ -43,6 +59,11 @@ clean: ## Remove .venv, runs and caches
 .venv/dev.stamp: .venv/torch.stamp pyproject.toml
 	@echo "Installing Parallax and its development tools"
 	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/bench.stamp: .venv/text.stamp
+	@echo "Installing what draws the plots"
+	@$(PIP) -c constraints.txt -e '.[bench]'
 	@touch $@
 
 # gensim only carries the text, so none of its dependencies are needed.

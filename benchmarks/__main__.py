@@ -2,6 +2,7 @@
 
     python -m benchmarks suite --quick              # what `make bench-quick` runs
     python -m benchmarks run lm --hosts 8 --rate 200mbit --emulated
+    python -m benchmarks converge                   # real text to a fixed perplexity
     python -m benchmarks report runs/bench --out docs/benchmarks
     python -m benchmarks peers                      # which are installed
 
@@ -18,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import report, suite
+from benchmarks import convergence, report, suite
 from benchmarks.contest import Contest, Setting, hold
 from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.limits import bits_a_second
@@ -26,14 +27,12 @@ from benchmarks.testbed import Testbed
 from benchmarks.workloads import NAMES, by_name
 
 RUNS = Path("runs/bench")
+CONVERGENCE = "convergence.json"
 
 
 def measure(settings: list[Setting], folder: Path) -> list[Contest]:
     """Each setting is kept as soon as it is measured."""
-    reason = Testbed.missing()
-    if reason is not None:
-        raise SystemExit(f"the hosts of the test bed cannot be made: {reason}")
-    folder.mkdir(parents=True, exist_ok=True)
+    _prepare(folder)
     contests = []
     with tqdm(settings, unit="setting", file=sys.stdout, ncols=90) as bar:
         for setting in bar:
@@ -44,10 +43,18 @@ def measure(settings: list[Setting], folder: Path) -> list[Contest]:
     return contests
 
 
+def _prepare(folder: Path) -> None:
+    reason = Testbed.missing()
+    if reason is not None:
+        raise SystemExit(f"the hosts of the test bed cannot be made: {reason}")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def load(folder: Path) -> list[Contest]:
     """In the order of the suite; others after them, by name."""
     known = [setting.name for setting in suite.full()]
-    paths = sorted(folder.glob("*.json"), key=lambda path: (_place(known, path.stem), path.stem))
+    paths = [path for path in folder.glob("*.json") if path.name != CONVERGENCE]
+    paths.sort(key=lambda path: (_place(known, path.stem), path.stem))
     if not paths:
         raise SystemExit(f"{folder} has no results: run `python -m benchmarks suite` first")
     return [Contest.load(path) for path in paths]
@@ -82,10 +89,26 @@ def run_suite(args: argparse.Namespace) -> None:
     print(f"Goals\n\n{report.goals_table(contests)}\n\nKept in {args.out}.")
 
 
+def converge(args: argparse.Namespace) -> None:
+    _prepare(args.out)
+    race = convergence.Race(args.perplexity, args.hosts, args.rate)
+    with tqdm(unit="turn", file=sys.stdout, ncols=110) as bar:
+
+        def progress(standing: str) -> None:
+            bar.set_description_str(standing)
+            bar.update()
+
+        outcome = convergence.run(race, progress)
+    outcome.save(args.out / CONVERGENCE)
+    print(f"\n{convergence.table(outcome)}\n")
+
+
 def write_report(args: argparse.Namespace) -> None:
     from benchmarks.page import write
 
-    print(f"Wrote {write(load(args.folder), args.out)}.")
+    kept = args.folder / CONVERGENCE
+    outcome = convergence.Outcome.load(kept) if kept.exists() else None
+    print(f"Wrote {write(load(args.folder), outcome, args.out)}.")
 
 
 def list_peers(_: argparse.Namespace) -> None:
@@ -114,6 +137,12 @@ def parse_args() -> argparse.Namespace:
     many.add_argument("--quick", action="store_true", help="two settings, under 10 minutes")
     many.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     many.set_defaults(act=run_suite)
+    text = commands.add_parser("converge", help="real text to a fixed perplexity, against DDP")
+    text.add_argument("--perplexity", type=float, default=convergence.Race.target)
+    text.add_argument("--hosts", type=int, default=convergence.Race.num_hosts)
+    text.add_argument("--rate", type=_rate, default=convergence.Race.rate)
+    text.add_argument("--out", type=Path, default=RUNS, help="folder for results")
+    text.set_defaults(act=converge)
     page = commands.add_parser("report", help="a page with tables and plots of results")
     page.add_argument("folder", type=Path, nargs="?", default=RUNS)
     page.add_argument("--out", type=Path, default=Path("runs/report"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.contest import Contest
-from benchmarks.plots import draw
+from benchmarks.convergence import Outcome, table
+from benchmarks.plots import draw, draw_convergence
 from benchmarks.report import report
 
 INTRODUCTION = """# Benchmarks
@@ -20,15 +21,22 @@ are real. *Limit* is the larger of computing alone (`no exchange`) and the engin
 the link's rate; bytes are those that the busiest host's interface counted, headers included.
 TensorFlow's parameter server is asynchronous: its step is the time for one batch of every worker.
 
-    make bench          # all of it; `make peers` first, or the peers are left out
+    make peers          # a virtualenv for each; those without one are left out
+    make bench          # more than an hour
     python -m benchmarks report --out docs/benchmarks
 """
 
 
-def write(contests: list[Contest], folder: Path) -> Path:
+def write(contests: list[Contest], outcome: Outcome | None, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = draw(contests, folder)
-    shown = "\n\n".join(f"![{path.stem}]({path.name})" for path in pictures)
+    parts = [INTRODUCTION, *(_shown(path) for path in draw(contests, folder)), report(contests)]
+    if outcome is not None:
+        picture = draw_convergence(outcome, folder)
+        parts += ["## Convergence", table(outcome), _shown(picture)]
     page = folder / "README.md"
-    page.write_text(f"{INTRODUCTION}\n{shown}\n\n{report(contests)}")
+    page.write_text("\n\n".join(part.strip() for part in parts) + "\n")
     return page
+
+
+def _shown(picture: Path) -> str:
+    return f"![{picture.stem}]({picture.name})"

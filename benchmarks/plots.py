@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Picture
 
 from benchmarks.contest import Contest
+from benchmarks.convergence import Outcome
 from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.figures import PARTS, Figure, figures_of
 from benchmarks.workloads import by_name
@@ -33,6 +34,19 @@ def draw(contests: list[Contest], folder: Path) -> list[Path]:
     if swept:
         drawn.append(_save(_sweep(swept), folder / "sparsity.png"))
     return drawn
+
+
+def draw_convergence(outcome: Outcome, folder: Path) -> Path:
+    picture, (by_steps, by_seconds) = _grid(2)
+    for name, track in outcome.tracks.items():
+        by_steps.plot(track.steps, track.perplexities, marker=".", label=name)
+        by_seconds.plot(track.seconds, track.perplexities, marker=".", label=name)
+    for axes, label in ((by_steps, "steps"), (by_seconds, "seconds of training")):
+        axes.axhline(outcome.race.target, color="black", ls="--", lw=0.8)
+        axes.set(xlabel=label, ylabel="perplexity, held out", yscale="log")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    return _save(picture, folder / "convergence.png")
 
 
 def _against_workers(contests: list[Contest], value: Any, label: str) -> Picture:

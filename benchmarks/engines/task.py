@@ -59,7 +59,7 @@ class Task:
     def batches(self) -> Iterator[tuple[list[Tensor], ...]]:
         from benchmarks.workloads.model import batches
 
-        return batches(self.workload, self.rank, self.num_workers)
+        return batches(self.workload, self.rank)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -40,7 +40,7 @@ def make_layers(workload: Workload, *, emulated: bool) -> nn.Module:
     return Accelerated(layers, workload.compute_ms / 1000) if emulated else layers
 
 
-def batches(workload: Workload, rank: int, num_workers: int) -> Iterator[tuple[list[Tensor], ...]]:
+def batches(workload: Workload, rank: int) -> Iterator[tuple[list[Tensor], ...]]:
     """A worker's batches without end, made beforehand: reading data is not what is timed."""
     pool = []
     for step in range(POOL):

@@ -1,0 +1,124 @@
+"""Real text to a fixed perplexity: the same steps as DDP, less time.
+
+Both engines train in turns on the same hosts, and after each turn the perplexity of held-out text
+is taken, outside the time that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks.contest import FIRST_PORT, machine
+from benchmarks.crew import Crew
+from benchmarks.engines import Engine
+from benchmarks.testbed import Testbed
+
+ENGINES = {
+    "Parallax": Engine("Parallax on text", "text", {"engine": "parallax"}),
+    "DDP sparse": Engine("DDP sparse on text", "text", {"engine": "ddp-sparse"}),
+}
+
+
+@dataclass(frozen=True)
+class Race:
+    """To which perplexity, and where."""
+
+    target: float = 700.0
+    num_hosts: int = 4
+    rate: str = "200mbit"
+    turn_steps: int = 25
+    max_steps: int = 1500
+
+
+@dataclass
+class Track:
+    """Of one engine, after each turn: steps, seconds of training, perplexity."""
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    perplexities: list[float] = field(default_factory=list)
+
+    def add(self, steps: int, seconds: float, perplexity: float) -> None:
+        self.steps.append(steps + (self.steps[-1] if self.steps else 0))
+        self.seconds.append(seconds + (self.seconds[-1] if self.seconds else 0.0))
+        self.perplexities.append(perplexity)
+
+    def is_over(self, race: Race) -> bool:
+        return bool(self.steps) and (
+            self.perplexities[-1] <= race.target or self.steps[-1] >= race.max_steps
+        )
+
+
+@dataclass
+class Outcome:
+    """What a race gave."""
+
+    race: Race
+    tracks: dict[str, Track]
+    started: str
+    machine: str
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Outcome:
+        facts = json.loads(path.read_text())
+        tracks = {name: Track(**track) for name, track in facts["tracks"].items()}
+        return cls(Race(**facts["race"]), tracks, facts["started"], facts["machine"])
+
+
+def run(race: Race, progress: Callable[[str], None]) -> Outcome:
+    started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    tracks = {name: Track() for name in ENGINES}
+    about = {"workload": "text", "is_emulated": False}
+    with ExitStack() as stack:
+        bed = stack.enter_context(Testbed(race.num_hosts, ssh="off"))
+        crews = {}
+        for place, (name, engine) in enumerate(ENGINES.items()):
+            crews[name] = Crew(bed, engine, about, FIRST_PORT + place)
+            stack.callback(crews[name].close)
+            crews[name].wait_ready()
+            crews[name].pause()
+        for host in bed.hosts:
+            bed.shape(host, race.rate)
+        while not all(track.is_over(race) for track in tracks.values()):
+            for name, track in tracks.items():
+                if not track.is_over(race):
+                    turn = crews[name].take_turn(race.turn_steps)
+                    seconds = turn.spans["train"] * race.turn_steps
+                    track.add(race.turn_steps, seconds, turn.loss)
+            progress(_standing(tracks))
+    return Outcome(race, tracks, started, machine())
+
+
+def _standing(tracks: dict[str, Track]) -> str:
+    parts = [
+        f"{name} step {track.steps[-1]}, {track.perplexities[-1]:,.0f}, {track.seconds[-1]:,.0f} s"
+        for name, track in tracks.items()
+    ]
+    return "; ".join(parts)
+
+
+def table(outcome: Outcome) -> str:
+    race = outcome.race
+    lines = [
+        f"`lm1b` on real text to a perplexity of {race.target:g}, {race.num_hosts} hosts × "
+        f"{race.rate}, real compute ({outcome.started} UTC, {outcome.machine}):",
+        "",
+        "| engine | steps | perplexity | seconds | Parallax = 1 |",
+        "|---|---|---|---|---|",
+    ]
+    ours = outcome.tracks["Parallax"].seconds[-1]
+    for name, track in outcome.tracks.items():
+        reached = f"{track.perplexities[-1]:,.1f}"
+        seconds = track.seconds[-1]
+        lines.append(
+            f"| {name} | {track.steps[-1]} | {reached} | {seconds:,.1f} | {seconds / ours:.2f} × |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""A contest with real engines on real hosts; nothing of it is timed here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contest import Contest, Setting, hold
+from benchmarks.engines import ENGINES, Engine
+from benchmarks.limits import formula_bytes
+from benchmarks.testbed import Testbed
+from benchmarks.workloads import by_name
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(Testbed.missing() is not None, reason=str(Testbed.missing()))
+
+
+@pytest.fixture(scope="module")
+def held() -> Contest:
+    engines = ("parallax", "ddp-sparse", "broken", "not-here", "alone")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "broken", Engine("Broken", "no_such_module"))
+        patch.setitem(ENGINES, "not-here", Engine("Not here", "x", environment="nowhere"))
+        setting = Setting("sparsity-2", 2, "1gbit", False, engines, 2, turn_seconds=0.1)
+        return hold(setting, lambda _: None)
+
+
+def test_engines_train_the_same_and_parallax_moves_what_the_formula_says(held: Contest) -> None:
+    results = {each.engine: each for each in held.sittings[0]}
+    ours, ddp = results["parallax"], results["ddp-sparse"]
+    assert len(ours.turns) == len(ddp.turns) == len(results["alone"].turns) == 2
+    expected = formula_bytes(by_name("sparsity-2"), 2)
+    assert ours.turns[0].sent_bytes == pytest.approx(expected, rel=0.1)
+    assert results["alone"].turns[0].sent_bytes < 0.05 * expected
+    assert ours.versions == ddp.versions
+    assert {"forward", "backward", "update"} == set(ours.turns[0].spans)
+
+
+def test_an_engine_that_fails_or_is_missing_is_named_and_the_others_go_on(held: Contest) -> None:
+    absent = {each.engine: each.absent for sitting in held.sittings for each in sitting}
+    assert "no_such_module" in str(absent["broken"])
+    assert "runs/logs/broken-" in str(absent["broken"])
+    assert absent["not-here"] == "not installed: `make peer-nowhere`"
+
+
+def test_the_same_steps_give_the_same_loss() -> None:
+    engines = ("parallax", "ddp-sparse")
+    # So short that every turn has two steps: the losses are those of the same step.
+    setting = Setting("sparsity-2", 2, "1gbit", False, engines, 2, turn_seconds=1e-6)
+    ours, ddp = hold(setting, lambda _: None).sittings[0]
+    assert ours.num_steps == ddp.num_steps == 2
+    for mine, theirs in zip(ours.turns, ddp.turns, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+    assert ours.turns[1].loss < ours.turns[0].loss
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "cnn"], "workload 'cnn' is none of"),
+        (["run", "lm", "--rate", "fast"], "rate='fast'"),
+        (["run", "lm", "--engines", "mxnet"], "'mxnet' is none of"),
+        (["report", "no-such-folder"], "has no results"),
+    ],
+)
+def test_wrong_words_are_explained(words: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "benchmarks", *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
