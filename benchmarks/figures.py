@@ -26,6 +26,8 @@ class Figure:
     limit: float
     split: dict[str, float]
     loss: float
+    spans: dict[str, float]
+    """Parts of the step as the first worker measured them; medians."""
     versions: dict[str, str]
 
     @property
@@ -71,6 +73,7 @@ def _figure(result: Result, others: dict[str, Result], rate: str) -> Figure:
         limit=limit_seconds(compute, moved, rate),
         split=_split(median(seconds), moved, alone, rate),
         loss=result.turns[-1].loss,
+        spans=_spans(result),
         versions=result.versions,
     )
 
@@ -93,6 +96,11 @@ def _split(seconds: float, moved: float, alone: Result | None, rate: str) -> dic
         "exchange": exchange,
         "wait": seconds - own - exchange,
     }
+
+
+def _spans(result: Result) -> dict[str, float]:
+    names = result.turns[0].spans
+    return {name: median(turn.spans.get(name, 0.0) for turn in result.turns) for name in names}
 
 
 def _all(result: Result, name: str) -> list[float]:

@@ -21,6 +21,10 @@ are real. *Limit* is the larger of computing alone (`no exchange`) and the engin
 the link's rate; bytes are those that the busiest host's interface counted, headers included.
 TensorFlow's parameter server is asynchronous: its step is the time for one batch of every worker.
 
+Under each table the first worker's own clock: forward, backward and update add up to the step. Of
+Parallax's, *rows* and *dense* are the waits for exchanges of rows and of dense gradients, *headers*
+those for the small messages before them, in which a worker that is early also waits for the others.
+
     make peers          # a virtualenv for each; those without one are left out
     make bench          # more than an hour
     python -m benchmarks report --out docs/benchmarks

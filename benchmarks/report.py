@@ -33,7 +33,17 @@ def table(contest: Contest) -> str:
     text += f"\n\n{_note(contest)} Parallax's formula gives {expected:,.2f} MB."
     for name, why in absent_of(contest).items():
         text += f"\n- {ENGINES[name].title} is left out: {why}"
-    return text
+    return f"{text}\n\n{profile(figures_of(contest))}"
+
+
+def profile(figures: list[Figure]) -> str:
+    """Where the step of each engine goes, as its first worker measured it."""
+    lines = []
+    for each in figures:
+        parts = [f"{name} {1e3 * of:,.1f}" for name, of in each.spans.items()]
+        if parts:
+            lines.append(f"- {each.title}: {', '.join(parts)}")
+    return "\n".join(["ms of a step, by the first worker's clock:", *lines])
 
 
 def _line(each: Figure, samples: int) -> str:

@@ -47,7 +47,8 @@ class Record:
 class Ledger:
     """The newest steps one by one in `steps`, and `totals` over all of them.
 
-    `header_bytes` counts the small messages that precede exchanges and belong to no parameter.
+    `header_bytes` and `header_seconds` count the small messages that precede exchanges and belong
+    to no parameter; a worker that is ahead of the others waits for them there.
     """
 
     def __init__(self, max_steps: int = 1000) -> None:
@@ -55,6 +56,7 @@ class Ledger:
         self.totals: dict[str, Entry] = {}
         self.num_steps = 0
         self.header_bytes = 0
+        self.header_seconds = 0.0
         self._open = Record(step=0)
         self._opened = time.perf_counter()
 
