@@ -39,10 +39,10 @@ peers: peer-torchrec peer-deepspeed peer-tensorflow peer-horovod ## Make a virtu
 peer-%:
 	@PYTHON=$(PYTHON) benchmarks/engines/install/$*.sh
 
-bench-loopback: .venv/dev.stamp ## Time a step against DDP, four workers on this machine
-	@$(BIN)/python benchmarks/loopback.py
-	@$(BIN)/python benchmarks/loopback.py --accelerator-ms 20
-	@$(BIN)/python benchmarks/loopback.py --resnet
+bench-loopback: .venv/bench.stamp ## Compare four workers on this machine (needs no root)
+	@$(BIN)/python -m benchmarks run lm --loopback
+	@$(BIN)/python -m benchmarks run lm --loopback --emulated
+	@$(BIN)/python -m benchmarks run resnet --loopback --hosts 2 --repetitions 30 --turn-seconds 0.6
 
 clean: ## Remove virtualenvs, runs and caches
 	rm -rf .venv .venv-peers runs build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

@@ -32,7 +32,9 @@ CONVERGENCE = "convergence.json"
 
 def measure(settings: list[Setting], folder: Path) -> list[Contest]:
     """Each setting is kept as soon as it is measured."""
-    _prepare(folder)
+    if any(setting.rate is not None for setting in settings):
+        _check_testbed()
+    folder.mkdir(parents=True, exist_ok=True)
     contests = []
     with tqdm(settings, unit="setting", file=sys.stdout, ncols=90) as bar:
         for setting in bar:
@@ -43,11 +45,13 @@ def measure(settings: list[Setting], folder: Path) -> list[Contest]:
     return contests
 
 
-def _prepare(folder: Path) -> None:
+def _check_testbed() -> None:
     reason = Testbed.missing()
     if reason is not None:
-        raise SystemExit(f"the hosts of the test bed cannot be made: {reason}")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise SystemExit(
+            f"the hosts of the test bed cannot be made: {reason}. `run … --loopback` compares the "
+            "workers of one machine, without them"
+        )
 
 
 def load(folder: Path) -> list[Contest]:
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     setting = Setting(
         args.workload,
         args.hosts,
-        args.rate,
+        None if args.loopback else args.rate,
         args.emulated,
         engines,
         args.repetitions,
@@ -90,7 +94,8 @@ def run_suite(args: argparse.Namespace) -> None:
 
 
 def converge(args: argparse.Namespace) -> None:
-    _prepare(args.out)
+    _check_testbed()
+    args.out.mkdir(parents=True, exist_ok=True)
     race = convergence.Race(args.perplexity, args.hosts, args.rate)
     with tqdm(unit="turn", file=sys.stdout, ncols=110) as bar:
 
@@ -127,6 +132,7 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("workload", type=_workload, help=f"one of {', '.join(NAMES)}")
     one.add_argument("--hosts", type=int, default=4)
     one.add_argument("--rate", type=_rate, default="200mbit", help="of every link, as in 1gbit")
+    one.add_argument("--loopback", action="store_true", help="no hosts: workers of this machine")
     one.add_argument("--emulated", action="store_true", help="a sleep in place of arithmetic")
     one.add_argument("--engines", help=f"some of {', '.join(ENGINES)}, with commas between")
     one.add_argument("--repetitions", type=int, default=5, help="turns of each engine")

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.crew import Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
+from benchmarks.loopback import Loopback
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import Workload, by_name
 
@@ -35,7 +36,8 @@ class Setting:
 
     workload: str
     num_hosts: int
-    rate: str
+    rate: str | None
+    """Of every link; None: the workers of one machine, without any."""
     is_emulated: bool
     engines: tuple[str, ...]
     repetitions: int = 5
@@ -45,12 +47,19 @@ class Setting:
     @property
     def name(self) -> str:
         compute = "emulated" if self.is_emulated else "real"
-        return f"{self.workload}-{self.num_hosts}x{self.rate}-{compute}"
+        return f"{self.workload}-{self.num_hosts}x{self.rate or 'loopback'}-{compute}"
 
     @property
     def title(self) -> str:
         compute = "emulated accelerator" if self.is_emulated else "real compute"
-        return f"{self.workload}, {self.num_hosts} hosts × {self.rate}, {compute}"
+        where = f"hosts × {self.rate}" if self.rate else "workers on one machine"
+        return f"{self.workload}, {self.num_hosts} {where}, {compute}"
+
+    def hosts(self) -> Any:
+        """Not yet up, and without their rate."""
+        if self.rate is None:
+            return Loopback(self.num_hosts)
+        return Testbed(self.num_hosts, ssh="off")
 
     @property
     def num_samples(self) -> int:
@@ -140,7 +149,7 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
     results = [Result(name) for name in names]
     about = {"workload": setting.workload, "is_emulated": setting.is_emulated}
     with ExitStack() as stack:
-        bed = stack.enter_context(Testbed(setting.num_hosts, ssh="off"))
+        bed = stack.enter_context(setting.hosts())
         crews: dict[str, Crew] = {}
         for place, result in enumerate(results):  # One after the other: starting takes memory.
             progress(f"{setting.name}: starting {ENGINES[result.engine].title}")
@@ -151,8 +160,9 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
                 result.versions = crew.versions
                 crew.pause()
                 crews[result.engine] = crew
-        for host in bed.hosts:
-            bed.shape(host, setting.rate)
+        if setting.rate is not None:
+            for host in bed.hosts:
+                bed.shape(host, setting.rate)
         _take_turns(setting, results, crews, progress)
     return results
 

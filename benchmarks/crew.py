@@ -1,4 +1,4 @@
-"""An engine's workers on the hosts of a test bed, which take turns together."""
+"""An engine's workers on several hosts, which take turns together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import Engine
-from benchmarks.testbed import Host, Testbed
-from benchmarks.testbed.switch import INTERFACE
+from benchmarks.loopback import Loopback
+from benchmarks.testbed import Testbed
 
 START_SECONDS = 600.0
 TURN_SECONDS = 900.0
@@ -45,7 +45,9 @@ class Turn:
 class Crew:
     """Processes of one engine, one a host. They are stopped but in their own turns."""
 
-    def __init__(self, bed: Testbed, engine: Engine, about: dict[str, Any], port: int) -> None:
+    def __init__(
+        self, bed: Testbed | Loopback, engine: Engine, about: dict[str, Any], port: int
+    ) -> None:
         self.engine = engine
         self.versions: dict[str, str] = {}
         self._bed = bed
@@ -92,7 +94,7 @@ class Crew:
                 pipe.close()
 
     def _popen(
-        self, host: Host, rank: int, about: dict[str, Any], port: int
+        self, host: Any, rank: int, about: dict[str, Any], port: int
     ) -> subprocess.Popen[str]:
         engine = self.engine
         facts = {**about, "options": engine.options, "packages": engine.packages}
@@ -119,7 +121,7 @@ class Crew:
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": self._bed.hosts[0].address,
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": INTERFACE,
+            "GLOO_SOCKET_IFNAME": self._bed.interface,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
             "BENCHMARK_HOSTS": ",".join(host.address for host in self._bed.hosts),

@@ -55,7 +55,7 @@ def absent_of(contest: Contest) -> dict[str, str]:
     return {each.engine: each.absent for each in results if each.absent is not None}
 
 
-def _figure(result: Result, others: dict[str, Result], rate: str) -> Figure:
+def _figure(result: Result, others: dict[str, Result], rate: str | None) -> Figure:
     seconds = _all(result, "seconds")
     # Turns that followed each other are compared with each other.
     ratios = [b / a for a, b in zip(_all(others[OURS], "seconds"), seconds, strict=True)]
@@ -78,7 +78,9 @@ def _figure(result: Result, others: dict[str, Result], rate: str) -> Figure:
     )
 
 
-def _split(seconds: float, moved: float, alone: Result | None, rate: str) -> dict[str, float]:
+def _split(
+    seconds: float, moved: float, alone: Result | None, rate: str | None
+) -> dict[str, float]:
     """Where a step's time goes, told the same way for engines that show nothing of themselves.
 
     Computing and updating take what they take without an exchange; the exchange takes what its

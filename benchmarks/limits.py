@@ -22,11 +22,13 @@ def bits_a_second(rate: str) -> float:
     return float(number) * _UNITS[unit]
 
 
-def wire_seconds(size_bytes: float, rate: str) -> float:
+def wire_seconds(size_bytes: float, rate: str | None) -> float:
+    if rate is None:
+        return 0.0
     return 8 * size_bytes / bits_a_second(rate)
 
 
-def limit_seconds(compute_seconds: float, wire_bytes: float, rate: str) -> float:
+def limit_seconds(compute_seconds: float, wire_bytes: float, rate: str | None) -> float:
     """No step is shorter than its computing, nor than the time its bytes need on the link."""
     return max(compute_seconds, wire_seconds(wire_bytes, rate))
 

@@ -141,7 +141,7 @@ def _kinds(contests: list[Contest]) -> dict[tuple[str, str, bool], list[Contest]
     kinds: dict[tuple[str, str, bool], list[Contest]] = {}
     for contest in contests:
         setting = contest.setting
-        kind = (setting.workload, setting.rate, setting.is_emulated)
+        kind = (setting.workload, setting.rate or "loopback", setting.is_emulated)
         kinds.setdefault(kind, []).append(contest)
     return kinds
 

@@ -79,6 +79,8 @@ class Testbed:
     """
 
     __test__ = False  # not a test, whatever pytest makes of the name
+    interface = INTERFACE
+    """The one that every host has to the others."""
 
     def __init__(
         self,

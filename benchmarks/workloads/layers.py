@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.resnet import ResNet
+from benchmarks.workloads.residual import ResNet
 
 
 class SampledWords(nn.Module):
