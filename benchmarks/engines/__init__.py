@@ -59,6 +59,14 @@ ENGINES = {
         packages=("torch", "torchrec", "fbgemm-gpu-cpu"),
         replicates=False,
     ),
+    "torchrec-table": Engine(
+        "TorchRec table-wise",
+        "torchrec",
+        {"sharding": "table_wise"},
+        environment="torchrec",
+        packages=("torch", "torchrec", "fbgemm-gpu-cpu"),
+        replicates=False,
+    ),
     "deepspeed": Engine(
         "DeepSpeed", "deepspeed", environment="deepspeed", packages=("torch", "deepspeed")
     ),
