@@ -1,0 +1,190 @@
+"""The workloads' layers in TensorFlow: the arithmetic of `workloads/layers.py`, name by name.
+
+Each function takes torch's parameters under torch's names, as tensors in torch's shapes, and makes
+the mean loss of the rows and of what else there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.data.experimental.ops import testing
+
+Parameters = Mapping[str, Any]
+Layers = Callable[[Parameters, list[Any], list[Any]], Any]
+
+
+def by_workload(name: str) -> Layers:
+    kind = name.partition("-")[0]
+    layers = {
+        "lm": sampled_words,
+        "nmt": translation,
+        "dlrm": interaction,
+        "resnet": classifier,
+        "sparsity": square,
+    }
+    if kind not in layers:
+        raise NotImplementedError(f"workload {name!r} has no layers in TensorFlow")
+    return layers[kind]
+
+
+def emulated(seconds: float) -> Layers:
+    """Layers on an emulated accelerator: a third of the time forward, two thirds backward."""
+
+    @tf.custom_gradient
+    def compute(*inputs: Any) -> Any:
+        # The sleep takes all inputs and one comes out of it: they have to be here before.
+        first = _sleep(seconds / 3, inputs)[0]
+        loss = tf.reshape(first, [-1])[0]
+
+        def backward(upstream: Any) -> Any:
+            with tf.control_dependencies(_sleep(2 * seconds / 3, (loss, upstream))):
+                return [tf.fill(tf.shape(x), 1e-4) for x in inputs]
+
+        return loss, backward
+
+    return lambda parameters, rows, others: compute(*rows, *parameters.values())
+
+
+def _sleep(seconds: float, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values after a while. Python cannot sleep in a remote function, a dataset can."""
+    # `take` ends it, or it would sleep once more to find its end.
+    once = tf.data.Dataset.range(2).apply(testing.sleep(round(seconds * 1e6))).take(1)
+    after: tuple[Any, ...] = once.reduce(tuple(values), lambda state, _: state)
+    return after
+
+
+def sampled_words(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
+    embedded, looked_up = rows
+    states = _linear(p, "projection", _lstm(p, embedded))
+    states = tf.reshape(states, [-1, embedded.shape[2]])
+    targets, candidates = looked_up[: states.shape[0]], looked_up[states.shape[0] :]
+    of_target = tf.reduce_sum(states * targets, 1, keepdims=True)
+    logits = tf.concat([of_target, tf.matmul(states, candidates, transpose_b=True)], 1)
+    return tf.reduce_mean(tf.reduce_logsumexp(logits, 1) - tf.squeeze(of_target, 1))
+
+
+def _lstm(p: Parameters, x: Any) -> Any:
+    """Torch's order of the gates, and its two biases."""
+    hidden = state = tf.zeros([x.shape[0], p["lstm.weight_hh_l0"].shape[1]])
+    of_inputs = _times(x, p["lstm.weight_ih_l0"]) + p["lstm.bias_ih_l0"] + p["lstm.bias_hh_l0"]
+    outputs = []
+    for of_input in tf.unstack(of_inputs, axis=1):
+        gates = of_input + _times(hidden, p["lstm.weight_hh_l0"])
+        inlet, keep, new, outlet = tf.split(gates, 4, 1)
+        state = tf.sigmoid(keep) * state + tf.sigmoid(inlet) * tf.tanh(new)
+        hidden = tf.sigmoid(outlet) * tf.tanh(state)
+        outputs.append(hidden)
+    return tf.stack(outputs, 1)
+
+
+def translation(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
+    memory, x = rows
+    for prefix in _numbered(p, "transformer.encoder.layers"):
+        memory = _norm(p, f"{prefix}.norm1", memory + _attend(p, f"{prefix}.self_attn", memory))
+        memory = _norm(p, f"{prefix}.norm2", memory + _feed_forward(p, prefix, memory))
+    memory = _norm(p, "transformer.encoder.norm", memory)
+    for prefix in _numbered(p, "transformer.decoder.layers"):
+        x = _norm(p, f"{prefix}.norm1", x + _attend(p, f"{prefix}.self_attn", x))
+        x = _norm(p, f"{prefix}.norm2", x + _attend(p, f"{prefix}.multihead_attn", x, memory))
+        x = _norm(p, f"{prefix}.norm3", x + _feed_forward(p, prefix, x))
+    logits = _linear(p, "out", _norm(p, "transformer.decoder.norm", x))
+    return _cross_entropy(logits, others[0])
+
+
+def _attend(p: Parameters, prefix: str, x: Any, memory: Any = None, heads: int = 4) -> Any:
+    weights = tf.split(p[f"{prefix}.in_proj_weight"], 3)
+    biases = tf.split(p[f"{prefix}.in_proj_bias"], 3)
+    inputs = (x, *2 * (x if memory is None else memory,))
+    queries, keys, values = (
+        tf.transpose(tf.reshape(_times(y, w) + b, [*y.shape[:2], heads, -1]), [0, 2, 1, 3])
+        for y, w, b in zip(inputs, weights, biases, strict=True)
+    )
+    scores = tf.matmul(queries, keys, transpose_b=True) * queries.shape[-1] ** -0.5
+    together = tf.transpose(tf.matmul(tf.nn.softmax(scores), values), [0, 2, 1, 3])
+    return _linear(p, f"{prefix}.out_proj", tf.reshape(together, x.shape))
+
+
+def _feed_forward(p: Parameters, prefix: str, x: Any) -> Any:
+    return _linear(p, f"{prefix}.linear2", tf.nn.relu(_linear(p, f"{prefix}.linear1", x)))
+
+
+def interaction(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
+    dense, clicked = others
+    bottom = tf.nn.relu(_linear(p, "bottom.2", tf.nn.relu(_linear(p, "bottom.0", dense))))
+    vectors = tf.stack([bottom, *rows], 1)
+    products = tf.matmul(vectors, vectors, transpose_b=True)
+    flat = tf.reshape(products, [products.shape[0], -1])
+    first, second = np.triu_indices(vectors.shape[1], 1)
+    pairs = tf.gather(flat, first * vectors.shape[1] + second, axis=1)
+    top = tf.nn.relu(_linear(p, "top.0", tf.concat([bottom, pairs], 1)))
+    logits = tf.squeeze(_linear(p, "top.2", top), 1)
+    return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(clicked, logits))
+
+
+def classifier(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
+    images, labels = others
+    x = tf.transpose(images, [0, 2, 3, 1])  # TensorFlow's processors want channels last.
+    x = tf.nn.relu(_batch_norm(p, "layers.1", _convolve(p, "layers.0", x)))
+    for prefix in _numbered(p, "layers"):
+        if f"{prefix}.conv1.weight" in p:
+            x = _block(p, prefix, x)
+    return _cross_entropy(_linear(p, "classifier", tf.reduce_mean(x, [1, 2])), labels)
+
+
+def _block(p: Parameters, prefix: str, x: Any) -> Any:
+    stride = 2 if p[f"{prefix}.conv1.weight"].shape[0] != x.shape[3] else 1
+    inner = tf.nn.relu(
+        _batch_norm(p, f"{prefix}.norm1", _convolve(p, f"{prefix}.conv1", x, stride))
+    )
+    inner = _batch_norm(p, f"{prefix}.norm2", _convolve(p, f"{prefix}.conv2", inner))
+    if f"{prefix}.shortcut.weight" in p:
+        x = _convolve(p, f"{prefix}.shortcut", x, stride)
+    return tf.nn.relu(inner + x)
+
+
+def square(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
+    return tf.reduce_mean(tf.square(_linear(p, "linear", rows[0])))
+
+
+def _times(x: Any, weight: Any) -> Any:
+    """By a matrix as torch keeps it."""
+    flat = tf.matmul(tf.reshape(x, [-1, x.shape[-1]]), weight, transpose_b=True)
+    return tf.reshape(flat, [*x.shape[:-1], weight.shape[0]])
+
+
+def _linear(p: Parameters, prefix: str, x: Any) -> Any:
+    return _times(x, p[f"{prefix}.weight"]) + p[f"{prefix}.bias"]
+
+
+def _norm(p: Parameters, prefix: str, x: Any) -> Any:
+    mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+    weight, bias = p[f"{prefix}.weight"], p[f"{prefix}.bias"]
+    return tf.nn.batch_normalization(x, mean, variance, bias, weight, 1e-5)
+
+
+def _batch_norm(p: Parameters, prefix: str, x: Any) -> Any:
+    """As in training; nobody asks for the running averages."""
+    weight, bias = p[f"{prefix}.weight"], p[f"{prefix}.bias"]
+    return tf.compat.v1.nn.fused_batch_norm(x, weight, bias, epsilon=1e-5)[0]
+
+
+def _convolve(p: Parameters, prefix: str, x: Any, stride: int = 1) -> Any:
+    weight = tf.transpose(p[f"{prefix}.weight"], [2, 3, 1, 0])
+    around = weight.shape[0] // 2  # "SAME" would pad otherwise where the stride is 2.
+    padding = [[0, 0], [around, around], [around, around], [0, 0]]
+    return tf.nn.conv2d(x, weight, stride, padding)
+
+
+def _cross_entropy(logits: Any, labels: Any) -> Any:
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+
+
+def _numbered(p: Parameters, prefix: str) -> list[str]:
+    """`prefix.0`, `prefix.1`, … as far as there are parameters of them."""
+    depth = prefix.count(".") + 2
+    names = (".".join(name.split(".")[:depth]) for name in p if name.startswith(f"{prefix}."))
+    return list(dict.fromkeys(names))
