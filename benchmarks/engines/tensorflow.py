@@ -35,6 +35,7 @@ LOSS_PORT = 500
 MIN_SHARD_BYTES = 256 << 10
 """The tutorial's."""
 STEPS_A_CALL = 8
+KEEP_ALIVE_SECONDS = 24 * 3600
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ["GRPC_FAIL_FAST"] = "use_caller"  # The tutorial's: wait for servers that are not up yet.
@@ -99,7 +100,10 @@ def _connect() -> Connection[Any, Any]:
 
 def _lead(task: Task) -> Turn:
     import tensorflow as tf
+    from tensorflow.python.eager import context
 
+    # Servers forget a coordinator that was silent for ten minutes, as between turns it may be.
+    context._KEEP_ALIVE_SECS = KEEP_ALIVE_SECONDS
     listener = Listener(_loss_address(), backlog=task.num_workers)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     cluster = tf.distribute.cluster_resolver.SimpleClusterResolver(_cluster(), rpc_layer="grpc")
