@@ -136,7 +136,7 @@ def parse_args() -> argparse.Namespace:
     one.add_argument("--emulated", action="store_true", help="a sleep in place of arithmetic")
     one.add_argument("--engines", help=f"some of {', '.join(ENGINES)}, with commas between")
     one.add_argument("--repetitions", type=int, default=5, help="turns of each engine")
-    one.add_argument("--turn-seconds", type=float, default=3.0, help="about, two steps at least")
+    one.add_argument("--turn-seconds", type=float, default=2.0, help="about, two steps at least")
     one.add_argument("--out", type=Path, default=Path("runs/contest"), help="folder for results")
     one.set_defaults(act=run)
     many = commands.add_parser("suite", help="all settings")

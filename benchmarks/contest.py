@@ -41,7 +41,7 @@ class Setting:
     is_emulated: bool
     engines: tuple[str, ...]
     repetitions: int = 5
-    turn_seconds: float = 3.0
+    turn_seconds: float = 2.0
     """How long a turn should be; never less than two steps."""
 
     @property

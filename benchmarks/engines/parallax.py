@@ -1,9 +1,15 @@
-"""Parallax: the script for one device, and one line."""
+"""Parallax: the script for one device, and two lines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
 import parallax
 from benchmarks.engines.task import Task, Turn, train
+from benchmarks.workloads.model import POOL, tensors_of
 
 
 def start(task: Task) -> Turn:
@@ -11,7 +17,7 @@ def start(task: Task) -> Turn:
     optimizer = task.adagrad(model.parameters())
     session = parallax.parallelize(model, optimizer)
     tables = {f"tables.{place}.weight" for place in range(len(task.workload.tables))}
-    turn = train(task, model, optimizer)
+    turn = train(task, model, optimizer, _batches(task, session))
 
     def profiled(num_steps: int) -> float:
         before = session.ledger.header_seconds
@@ -24,3 +30,13 @@ def start(task: Task) -> Turn:
         return loss
 
     return profiled
+
+
+def _batches(task: Task, session: parallax.Session) -> Iterator[Any]:
+    """The same batches as all engines have, by way of `session.shard`."""
+    mine = [tensors_of(task.workload.batch(step, task.rank)) for step in range(POOL)]
+    # Each worker's sample is one of its own batches; the others' are never read here.
+    pool = [mine[index // task.num_workers] for index in range(POOL * task.num_workers)]
+    loader = session.shard(DataLoader(pool, batch_size=1, collate_fn=lambda batch: batch[0]))
+    while True:
+        yield from loader

@@ -68,13 +68,16 @@ class Task:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def train(task: Task, model: nn.Module, optimizer: Any) -> Turn:
+def train(
+    task: Task, model: nn.Module, optimizer: Any, batches: Iterator[Any] | None = None
+) -> Turn:
     """The loop of an ordinary script."""
-    data = task.batches()
+    data = batches or task.batches()
 
     def turn(num_steps: int) -> float:
         for _ in range(num_steps):
-            ids, others = next(data)
+            with task.span("batch"):
+                ids, others = next(data)
             with task.span("forward"):
                 loss = model(ids, others)
             with task.span("backward"):

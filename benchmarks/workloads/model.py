@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.workload import Workload
+from benchmarks.workloads.workload import Batch, Workload
 
 POOL = 32
 """Different batches of a worker; after these the first comes again."""
@@ -40,13 +40,14 @@ def make_layers(workload: Workload, *, emulated: bool) -> nn.Module:
     return Accelerated(layers, workload.compute_ms / 1000) if emulated else layers
 
 
-def batches(workload: Workload, rank: int) -> Iterator[tuple[list[Tensor], ...]]:
+def batches(workload: Workload, rank: int) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """A worker's batches without end, made beforehand: reading data is not what is timed."""
-    pool = []
-    for step in range(POOL):
-        batch = workload.batch(step, rank)
-        pool.append(tuple([torch.from_numpy(array) for array in part] for part in batch))
-    return cycle(pool)
+    return cycle([tensors_of(workload.batch(step, rank)) for step in range(POOL)])
+
+
+def tensors_of(batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
+    ids, others = ([torch.from_numpy(array) for array in part] for part in batch)
+    return ids, others
 
 
 class Accelerated(nn.Module):

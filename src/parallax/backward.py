@@ -86,6 +86,10 @@ class Backward:
         """Whether this worker calls all to a checkpoint after this step."""
         self.called = False
         """Whether any worker has; all learn it in the same reduction."""
+        self.blind: Callable[[], list[bool]] = list
+        """For each table: whether this worker cannot foresee its lookups."""
+        self.settle: Callable[[list[bool]], None] = lambda blind: None
+        """Called with the same of any worker."""
         self.before_reduction: Callable[[], None] = lambda: None
         """Called when the gradients of all workers begin to come together."""
         self._peers = peers
@@ -151,10 +155,14 @@ class Backward:
         operation = self._peers.operation(Verb.REDUCTION, REDUCTION)
         parcels = [table.parcel() for table in self.tables.values()]
         push, flags = announce_push(
-            self._peers, operation, parcels, [*had, *whole, self._buffers_touched(), self.call()]
+            self._peers,
+            operation,
+            parcels,
+            [*had, *whole, *self.blind(), self._buffers_touched(), self.call()],
         )
         used = {name for name, flag in zip(self._names, flags, strict=False) if flag}
         self.observed(used, set(itertools.compress(self._names, flags[len(self._names) :])))
+        self.settle(flags[2 * len(self._names) : -2])
         self._push(operation, push, used)
         self.dense.wait()
         self.dense.forget([n for n, h in zip(self._names, had, strict=True) if not h | (n in used)])

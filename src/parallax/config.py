@@ -65,6 +65,10 @@ class Config:
     broadcast_buffers: bool = True
     """Give rank 0's buffers (say batch-norm statistics) to all after steps that changed them."""
 
+    lookahead: bool = True
+    """Fetch the rows of the next batch while a step computes, where `session.shard` feeds the
+    training. The result is the same; it reads one batch further ahead."""
+
     ledger_steps: int = 1000
     """How many steps the ledger keeps one by one; its totals cover all."""
 
@@ -95,6 +99,8 @@ class Config:
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
         if self.interface is not None and not (isinstance(self.interface, str) and self.interface):
             raise ConfigError(f"Config.interface takes a name, not {self.interface!r}")
+        if not isinstance(self.lookahead, bool):
+            raise ConfigError(f"Config.lookahead takes true or false, not {self.lookahead!r}")
         for name in ("timeout_seconds", "bucket_megabytes"):
             _check_positive(name, getattr(self, name))
         if self.checkpoint_seconds is not None:

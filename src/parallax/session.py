@@ -30,6 +30,7 @@ from parallax.exchange.board import Board
 from parallax.exchange.groups import Groups
 from parallax.exchange.header import Layout
 from parallax.exchange.peers import Peers
+from parallax.foresight import NEXT_BATCH, Foresight
 from parallax.guard import guard_copies
 from parallax.hosts import Hosts
 from parallax.ledger import Ledger
@@ -153,6 +154,7 @@ class Session:
             on_batch=self._weight.set_counts,
             on_end=self._weight.forget_counts,
             feed=self._progress.feed_of(loader),
+            foresight=self._foresight,
         )
         self._progress.loaders.add(sharded)
         return sharded
@@ -258,6 +260,7 @@ class Session:
                 values = table.values("close")
                 make_plain(table.parameter)
                 set_data(table.parameter, values)
+        self._foresight.close()
         self._peers.close()
         self._groups.close()
         self._progress.close()
@@ -301,12 +304,16 @@ class Session:
             timeout_seconds=self.config.timeout_seconds,
             control=self._groups.control,
             rows=self._groups.rows,
+            ahead=self._groups.ahead,
+            control_ahead=self._groups.control_ahead,
             board=board,
         )
         tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
         names = [fact.name for fact in self._facts]
-        peers.layout = Layout(max_counts=max(1, len(tables)), num_flags=2 * len(names) + 2)
-        peers.name_subjects([*names, REDUCTION, checkpoint.SAVING, checkpoint.LOADING])
+        peers.layout = Layout(
+            max_counts=max(1, len(tables)), num_flags=2 * len(names) + len(tables) + 2
+        )
+        peers.name_subjects([*names, REDUCTION, NEXT_BATCH, checkpoint.SAVING, checkpoint.LOADING])
         if store is not None:
             placement.compare(self._description(), peers, store)
         return peers
@@ -342,7 +349,17 @@ class Session:
             self._handles.append(each.register_step_post_hook(self._after_step))
 
     def _place_parameters(self, dense: DenseRoute) -> None:
-        hooks = Hooks(self._backward.begin, self._left)
+        foresight = self._foresight = Foresight(
+            self._peers, self._tables, is_on=self.config.lookahead
+        )
+        hooks = Hooks(
+            self._backward.begin,
+            self._left,
+            foresight.looked_up,
+            foresight.detoured,
+        )
+        self._backward.blind, self._backward.settle = foresight.blind, foresight.settle
+        self._peers.serve = lambda name, places: self._tables[name].serve(places)
         for fact in self._facts:
             route = self._plan[fact.name].route
             if route in (Route.SHARDED, Route.OBSERVED):

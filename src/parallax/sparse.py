@@ -31,6 +31,10 @@ class Hooks:
     """A gradient has come: begin the backward if it has not begun, and say its scale."""
     left: Callable[[TableRows, str], None]
     """A table has become an ordinary parameter, for this reason."""
+    looked_up: Callable[[TableRows, object], None] = lambda table, ids: None
+    """A lookup that trains has these ids, and nobody foresaw it."""
+    detoured: Callable[[TableRows], None] = lambda table: None
+    """Some worker's lookup had other ids than foreseen."""
     requests: LastRequest = field(default_factory=LastRequest)
     """Shared by the tables of a session."""
 
@@ -54,6 +58,14 @@ class TableRows:
         """It has become an ordinary parameter."""
         self.retired = False
         """… in an earlier step: no lookup of it is under way any more."""
+        self.spoiled = False
+        """Rows may have changed that no foreseen lookup has asked for; the same on all workers."""
+        self._foreseen = False
+        """All workers have the rows of this batch's lookups. See [Note: lookahead]."""
+        self._unsettled = False
+        """A lookup since the last update was not foreseen."""
+        self._hot: Tensor | None = None
+        self._hot_places: list[Tensor] = []
         self._pending: list[tuple[Tensor, Tensor]] = []
         self._stand_in: RowGradient | None = None
         self._cache = Cache()
@@ -74,6 +86,8 @@ class TableRows:
         trains = torch.is_grad_enabled() and self.parameter.requires_grad
         device = self.parameter.device
         request = self._hooks.requests.of(ids, self.row_map, wraps=wraps, device=device)
+        if trains and not self._foreseen:
+            self._hooks.looked_up(self, ids)
         rows = self._fetched(request, trains)
         padding_place = self._place_of(padding, request.slots)
         if trains:
@@ -99,7 +113,7 @@ class TableRows:
         self.used_whole = True
         self._hooks.left(self, why)
         self.shard = None
-        self._cache.clear()
+        self._forget_rows()
 
     @torch.no_grad()
     def assign(self, values: Tensor) -> None:
@@ -108,7 +122,7 @@ class TableRows:
                 f"table {self.name!r} has shape {tuple(self.parameter.shape)}, "
                 f"but the values have {tuple(values.shape)}"
             )
-        self._cache.clear()
+        self.replaced()
         if self.shard is None:
             self.values("copy_").copy_(values)
         else:
@@ -119,7 +133,7 @@ class TableRows:
     def place(self, shard: Tensor) -> None:
         """Keep only this owner's rows from now on."""
         self.shard = shard
-        self._cache.clear()
+        self.replaced()
         empty_out(self.parameter, shard.device)
 
     def own_part(self, whole: Tensor) -> Tensor:
@@ -278,7 +292,49 @@ class TableRows:
 
     def updated(self) -> None:
         """The rows have changed. Their gradient stays until it is zeroed, as in torch."""
+        self._forget_rows()
+        self._unsettled = False
+        for places in self._hot_places:
+            assert self._hot is not None
+            self._hot[places] = False
+        self._hot_places.clear()
+
+    # Lookahead ----------------------------------------------------------------------------
+
+    def foresee(self, slots: Tensor, rows: Tensor, served: Tensor) -> None:
+        """The rows of this batch's lookups are here; `served` are those that others want too."""
+        assert self.shard is not None
+        self._cache.put(slots, rows)
+        self._foreseen = True
+        self.spoiled = self._unsettled
+        if self._hot is None or len(self._hot) != len(self.shard):
+            self._hot = torch.zeros(len(self.shard), dtype=torch.bool, device=self.shard.device)
+        self._hot[served] = True
+        self._hot_places.append(served)
+
+    def is_hot(self, places: Tensor) -> Tensor:
+        assert self._hot is not None
+        return self._hot[places]
+
+    def serve(self, places: Tensor) -> Tensor:
+        """Rows for a worker whose lookup was not as foreseen."""
+        assert self.shard is not None
+        self._surprise()
+        self._hooks.detoured(self)
+        return self.shard.index_select(0, places)
+
+    def replaced(self) -> None:
+        """All rows may have changed, on every worker."""
+        self._forget_rows()
+        self.spoiled = True
+
+    def _surprise(self) -> None:
+        """A lookup that was not foreseen: its rows may change, and nobody has noted which."""
+        self.spoiled = self._unsettled = True
+
+    def _forget_rows(self) -> None:
         self._cache.clear()
+        self._foreseen = False
 
     # Inside -------------------------------------------------------------------------------
 
@@ -305,11 +361,24 @@ class TableRows:
             self._raise_faults(peers.announce(operation, fault=request.fault).faults)
             return self.values("lookup").index_select(0, self.row_map.ids(slots))
         missing = self._cache.missing(slots) if trains else slots
+        if trains and self._foreseen and not request.is_faulty:
+            return self._foreseen_rows(slots, missing)
+        if trains:
+            self._surprise()
         rows, faults = pull(peers, operation, self.row_map, self.shard, missing, request.fault)
         self._raise_faults(faults)
         if not trains:
             return rows
         return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
+
+    def _foreseen_rows(self, slots: Tensor, missing: Tensor) -> Tensor:
+        rows = self._no_rows()
+        if len(missing):
+            peers, counts = self._peers, self.row_map.counts(missing)
+            operation = peers.operation(Verb.DETOUR, self.name)
+            rows = peers.detour(operation, counts, self.row_map.places(missing))
+        # Without a limit: a later lookup of the batch has to find its rows as well.
+        return self._cache.completed(slots, missing, rows, limit=self.row_map.num_rows)
 
     def _raise_faults(self, faults: list[tuple[Fault, int]]) -> None:
         """All workers raise what one of them found wrong with its ids."""

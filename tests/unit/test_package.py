@@ -14,8 +14,8 @@ import parallax
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
     "variables errors config init nn cluster hosts beacon analysis cost plan ledger table gradient "
-    "shard exchange sparse dense backward clip guard optim ownership placement data checkpoint "
-    "progress session"
+    "shard exchange sparse recipe foresight dense backward clip guard optim ownership placement "
+    "data checkpoint progress session"
 ).split()
 
 

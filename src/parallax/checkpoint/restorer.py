@@ -166,7 +166,7 @@ def _restore_parameter(
         return
     assert table.shard is not None
     saved.copy_part_to(table.shard, table.row_map, rank)
-    table.updated()
+    table.replaced()
 
 
 def _restore_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -9,12 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterDataPipe
 
+from parallax.data.draws import random_state
 from parallax.data.feed import Feed
 from parallax.data.indexed import IndexSource
 from parallax.data.order import Agreement, order_of, stock_batches
 from parallax.data.source import Epoch, Ready, Source
 from parallax.data.stream import StreamSource, is_stream
 from parallax.errors import CheckpointError, ConfigError, MismatchError
+from parallax.foresight import Foresight
+
+_numbers = itertools.count()
+"""Of the sharded loaders of a process, in the order in which they were made."""
 
 
 class ShardedLoader:
@@ -47,6 +53,7 @@ class ShardedLoader:
         on_batch: Callable[[list[int]], None],
         on_end: Callable[[], None] = lambda: None,
         feed: Feed | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
         _check_loader(loader, agreement.num_workers)
         _check_alike(loader, agreement, split)
@@ -54,6 +61,10 @@ class ShardedLoader:
         self.feed = feed or Feed()
         self._on_batch = on_batch
         self._on_end = on_end
+        self._foresight = foresight
+        self._number = next(_numbers)
+        self._draws = False
+        """Reading draws random numbers in this process."""
         self._source = _source_of(loader, agreement, split)
         self._num_samples = _num_samples(loader)
         self._place: _Place | None = None
@@ -79,25 +90,47 @@ class ShardedLoader:
         self.feed.begin()
         place.epoch.draw()
         try:
-            while (found := self._fetched(ready)) is not None:
+            following: tuple[Ready, ...] = ()
+            while (found := self._fetched(ready, following)) is not None:
                 num_steps += 1
+                following = self._followed(ready)
                 self.feed.hand_out()
                 place.consumed = found.consumed
                 self._on_batch(found.counts)
+                self._foresee(found, following)
                 yield found.batch
         finally:
             if self._place is place:
                 self.feed.leave()
         self._on_end()
+        if self._foresight is not None:
+            self._foresight.end()
         if self._place is place:
             self._place = None
             self.epoch += 1
         if is_resumed and num_steps == 0:
             yield from self  # it was saved at the epoch's very end
 
-    def _fetched(self, ready: Iterator[Ready]) -> Ready | None:
+    def _fetched(self, ready: Iterator[Ready], following: tuple[Ready, ...]) -> Ready | None:
         self.feed.ask(self.epoch)
-        return next(ready, None)
+        if following:
+            return following[0]
+        before = random_state()
+        found = next(ready, None)
+        self._draws |= before != random_state()
+        return found
+
+    def _followed(self, ready: Iterator[Ready]) -> tuple[Ready, ...]:
+        """The batch after the one that is handed out, if it is of use already."""
+        if self._foresight is None or not self._foresight.reads_ahead(self._number):
+            return ()  # Reading earlier would give the script's own draws other numbers.
+        found = next(ready, None)
+        return () if found is None else (found,)
+
+    def _foresee(self, found: Ready, following: tuple[Ready, ...]) -> None:
+        if self._foresight is not None:
+            ahead = tuple(each.batch for each in following)
+            self._foresight.hand_out(self._number, () if self._draws else found.batch, ahead)
 
     def state_dict(self) -> dict[str, int | Tensor]:
         """The place after the batch yielded last: integers, the same on every worker.

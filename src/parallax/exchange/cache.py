@@ -17,6 +17,9 @@ class Cache:
     def clear(self) -> None:
         self.segments.clear()
 
+    def put(self, slots: Tensor, rows: Tensor) -> None:
+        self.segments = [(slots, rows)]
+
     def missing(self, slots: Tensor) -> Tensor:
         for known, _ in self.segments:
             slots = slots[~_member_of(slots, known)]
@@ -24,6 +27,8 @@ class Cache:
 
     def completed(self, slots: Tensor, missing: Tensor, rows: Tensor, limit: int) -> Tensor:
         """All rows of `slots`, of which those of `missing` have just come."""
+        if len(self.segments) == 1 and len(self.segments[0][0]) == len(slots) and not len(missing):
+            return self.segments[0][1]  # the very same rows
         segments = [*self.segments, (missing, rows)]
         self.segments = _compact(segments, limit)
         if len(segments) == 1:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallax import cost
 from parallax.exchange.header import Fault, Operation
-from parallax.exchange.peers import Peers
+from parallax.exchange.peers import Lane, Peers
 from parallax.shard import RowMap, merged
 
 
@@ -100,7 +101,7 @@ def complete_push(
     sent, received = push.sent[:, columns], push.received[:, columns]
     start = time.perf_counter()
     with peers.waiting(operation):
-        values = _exchanged_values(peers, parcels, sent, received)
+        values = Shipment(peers, [p.values for p in parcels], sent, received).arrived()
     _book_push(peers, parcels, sent, received, time.perf_counter() - start)
     return [
         Parcel(parcel.name, parcel.row_map, *merged(push.places[i], pieces, 1 / peers.num_workers))
@@ -112,40 +113,52 @@ def row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
 
 
-def _exchanged_values(
-    peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor
-) -> list[list[Tensor]]:
-    """Tables of one dtype share an exchange, whatever the lengths of their rows."""
-    results: list[list[Tensor]] = [[] for _ in parcels]
-    for dtype in dict.fromkeys(parcel.values.dtype for parcel in parcels):
-        chosen = [i for i, parcel in enumerate(parcels) if parcel.values.dtype == dtype]
-        values = [parcels[i].values for i in chosen]
-        found = _exchanged(peers, values, sent[:, chosen], received[:, chosen])
-        for i, pieces in zip(chosen, found, strict=True):
-            results[i] = pieces
-    return results
+class Shipment:
+    """Several tensors on their way, each with its rows sorted by receiver.
 
-
-def _exchanged(
-    peers: Peers, tensors: Sequence[Tensor], sent: Tensor, received: Tensor
-) -> list[list[Tensor]]:
-    """Several tensors, whose rows are sorted by receiver, in one exchange; pieces by sender.
-
-    `sent[worker, i]` rows of tensor i go to a worker, `received[worker, i]` come from it.
+    `sent[worker, i]` rows of tensor i go to a worker, `received[worker, i]` come from it. Tensors
+    of one dtype share an exchange, whatever the lengths of their rows.
     """
-    if len(tensors) == 1:
-        sizes = received[:, 0].tolist()
-        return [list(peers.exchange(tensors[0], sent[:, 0].tolist(), sizes).split(sizes))]
-    widths = torch.tensor([tensor.shape[1:].numel() for tensor in tensors])
-    parts = [tensor.split(sent[:, i].tolist()) for i, tensor in enumerate(tensors)]
-    packed = torch.cat([part.reshape(-1) for part in _by_worker(parts)])
-    sizes_out, sizes_in = sent * widths, received * widths
-    flat = peers.exchange(packed, sizes_out.sum(1).tolist(), sizes_in.sum(1).tolist())
-    pieces = flat.split(sizes_in.flatten().tolist())
-    return [
-        [piece.reshape(-1, *tensor.shape[1:]) for piece in pieces[i :: len(tensors)]]
-        for i, tensor in enumerate(tensors)
-    ]
+
+    def __init__(
+        self,
+        peers: Peers,
+        tensors: Sequence[Tensor],
+        sent: Tensor,
+        received: Tensor,
+        lane: Lane = Lane.ROWS,
+    ) -> None:
+        self._peers = peers
+        self._tensors = tensors
+        self._loads: list[tuple[list[int], Tensor, Tensor, dist.Work | None]] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            self._load(chosen, sent[:, chosen], received[:, chosen], lane)
+
+    def arrived(self) -> list[list[Tensor]]:
+        """Wait for what comes: by tensor, the pieces of each sender."""
+        found: list[list[Tensor]] = [[] for _ in self._tensors]
+        for chosen, flat, sizes, work in self._loads:
+            self._peers.wait(work)
+            pieces = flat.split(sizes.flatten().tolist())
+            for place, i in enumerate(chosen):
+                shape = self._tensors[i].shape[1:]
+                found[i] = [piece.reshape(-1, *shape) for piece in pieces[place :: len(chosen)]]
+        return found
+
+    def _load(self, chosen: list[int], sent: Tensor, received: Tensor, lane: Lane) -> None:
+        tensors = [self._tensors[i] for i in chosen]
+        if len(tensors) == 1:
+            packed, sizes_out, sizes_in = tensors[0], sent, received
+        else:
+            widths = torch.tensor([tensor.shape[1:].numel() for tensor in tensors])
+            parts = [tensor.split(sent[:, i].tolist()) for i, tensor in enumerate(tensors)]
+            packed = torch.cat([part.reshape(-1) for part in _by_worker(parts)])
+            sizes_out, sizes_in = sent * widths, received * widths
+        flat, work = self._peers.start_exchange(
+            packed, sizes_out.sum(1).tolist(), sizes_in.sum(1).tolist(), lane
+        )
+        self._loads.append((chosen, flat, sizes_in, work))
 
 
 def _by_worker(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:

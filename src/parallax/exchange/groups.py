@@ -41,6 +41,8 @@ class Groups:
         self.control: dist.ProcessGroup | None = None
         self.rows: dist.ProcessGroup | None = None
         self.dense: dist.ProcessGroup | None = None
+        self.ahead: dist.ProcessGroup | None = None
+        self.control_ahead: dist.ProcessGroup | None = None
         self.store: Store | None = None
         self._place = place
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -58,7 +60,7 @@ class Groups:
             self._make(base)
 
     def close(self) -> None:
-        for group in (self.control, self.rows, self.dense):
+        for group in (self.control, self.rows, self.dense, self.ahead, self.control_ahead):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -145,6 +147,8 @@ class Groups:
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
         self.rows = dist.new_group(backend=backend, timeout=self._timeout)
         self.dense = dist.new_group(backend=backend, timeout=self._timeout)
+        self.ahead = dist.new_group(backend=backend, timeout=self._timeout)
+        self.control_ahead = dist.new_group(backend="gloo", timeout=self._timeout)
 
     @property
     def _me(self) -> str:

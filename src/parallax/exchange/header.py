@@ -26,6 +26,7 @@ class Verb(enum.IntEnum):
     REDUCTION = 3
     GATHER = 4
     MEETING = 5
+    DETOUR = 6
 
 
 _PHRASES = {
@@ -34,6 +35,7 @@ _PHRASES = {
     Verb.REDUCTION: "the end of backward",
     Verb.GATHER: "gathering all rows of {subject!r}",
     Verb.MEETING: "{subject}",
+    Verb.DETOUR: "a lookup of {subject!r} that was not foreseen (number {ordinal})",
 }
 
 

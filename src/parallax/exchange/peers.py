@@ -1,9 +1,16 @@
-"""The other workers: groups, headers that show who is in which operation, waits that end."""
+"""The other workers: groups, headers that show who is in which operation, waits that end.
+
+[Note: detour] Lookups that were foreseen on all workers need no header. If on one of them the ids
+are others than foreseen, it asks all the same: its header meets those of the others' next
+operation, whatever that is. They serve it, and begin theirs again. No row changes meanwhile,
+because every update needs all workers.
+"""
 
 from __future__ import annotations
 
+import enum
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,11 +38,19 @@ from parallax.exchange.header import (
 from parallax.ledger import Ledger
 
 
+class Lane(enum.Enum):
+    """Which group carries an exchange."""
+
+    ROWS = "rows"
+    AHEAD = "ahead"
+
+
 class Peers:
     """The group of workers. With one worker, every method answers without a group.
 
-    `control` carries small CPU tensors, `rows` the rows and row gradients of tables. Operations
-    on a group are matched by their order, so each header says which operation it belongs to.
+    `control` carries small CPU tensors, `rows` the rows and row gradients of tables, `ahead` what
+    belongs to the next batch. Operations on a group are matched by their order, so each header says
+    which operation it belongs to.
     """
 
     def __init__(
@@ -47,6 +62,8 @@ class Peers:
         timeout_seconds: float,
         control: dist.ProcessGroup | None = None,
         rows: dist.ProcessGroup | None = None,
+        ahead: dist.ProcessGroup | None = None,
+        control_ahead: dist.ProcessGroup | None = None,
         board: Board | None = None,
     ) -> None:
         self.rank = rank
@@ -56,11 +73,15 @@ class Peers:
         self.step = 0
         self._timeout_seconds = timeout_seconds
         self._control = control
-        self._rows = rows
+        self._lanes = {Lane.ROWS: rows, Lane.AHEAD: ahead}
+        self._control_ahead = control_ahead
+        self.serve: Callable[[str, Tensor], Tensor] = lambda subject, places: places
+        """Rows of a table that this worker owns, by their places."""
         self._board = board
         self._ordinals: dict[tuple[Verb, str], int] = {}
         self._numbers: dict[str, int] = {}
         self._room = FIRST_ROOM
+        self.room_ahead = FIRST_ROOM
         self._closed = False
 
     def name_subjects(self, subjects: Sequence[str]) -> None:
@@ -112,12 +133,53 @@ class Peers:
         subject = self._numbers[operation.subject]
         where = (operation.verb, subject, operation.ordinal, operation.step)
         ids = ids.to(torch.int32)
-        sent = self.layout.pack(where, fault, counts, flags, ids.cpu(), self._room)
         with self.waiting(operation):
-            messages = self._swapped(sent)
-            words = self.layout.words(messages)
+            while True:
+                sent = self.layout.pack(where, fault, counts, flags, ids.cpu(), self._room)
+                messages = self._swapped(sent)
+                words = self.layout.words(messages)
+                if not any(row[0] == Verb.DETOUR for row in words):
+                    break
+                self._detoured(words, messages, [0] * self.num_workers, ids)
             self._check_together(operation, words)
             return self._answer(operation, counts, ids, messages, words)
+
+    def detour(self, operation: Operation, counts: Sequence[int], ids: Tensor) -> Tensor:
+        """Pull rows while the others do not expect it. See [Note: detour]."""
+        where = (operation.verb, self._numbers[operation.subject], operation.ordinal, self.step)
+        ids = ids.to(torch.int32)
+        sent = self.layout.pack(
+            where, NO_FAULT, [[count] for count in counts], (), ids.cpu(), self._room
+        )
+        with self.waiting(operation):
+            messages = self._swapped(sent)
+            return self._detoured(self.layout.words(messages), messages, counts, ids)
+
+    def _detoured(
+        self, words: list[list[int]], messages: Tensor, counts: Sequence[int], ids: Tensor
+    ) -> Tensor:
+        """Serve the workers that are on a detour; give the rows that this one asked for."""
+        subjects = [row[1] if row[0] == Verb.DETOUR else -1 for row in words]
+        asked = [
+            row[7] if subject >= 0 else 0 for row, subject in zip(words, subjects, strict=True)
+        ]
+        if max(row[6] for row, s in zip(words, subjects, strict=True) if s >= 0) <= self._room:
+            places = self.layout.ids(messages, asked).to(ids.device)
+        else:
+            places = self.exchange(ids[: sum(counts)], counts, asked)
+        mine = ids.new_empty(0)
+        by_worker = places.long().split(asked)
+        for subject in sorted({subject for subject in subjects if subject >= 0}):
+            name = list(self._numbers)[subject]
+            here = [
+                p[: len(p) if s == subject else 0] for p, s in zip(by_worker, subjects, strict=True)
+            ]
+            rows = self.serve(name, torch.cat(here))
+            is_mine = subjects[self.rank] == subject
+            wanted = list(counts) if is_mine else [0] * self.num_workers
+            found = self.exchange(rows, [len(p) for p in here], wanted)
+            mine = found if is_mine else mine
+        return mine
 
     def _answer(
         self,
@@ -150,14 +212,33 @@ class Peers:
 
     def exchange(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the first `sent[0]` rows of `values` to worker 0, and so on; return what came."""
-        if self.num_workers == 1:
-            return values
-        result = values.new_empty((sum(received), *values.shape[1:]))
-        work = dist.all_to_all_single(
-            result, values, list(received), list(sent), group=self._rows, async_op=True
-        )
+        result, work = self.start_exchange(values, sent, received)
         self.wait(work)
         return result
+
+    def start_exchange(
+        self,
+        values: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        lane: Lane = Lane.ROWS,
+    ) -> tuple[Tensor, dist.Work | None]:
+        """Begin what `exchange` does, to be waited for later."""
+        if self.num_workers == 1:
+            return values, None
+        result = values.new_empty((sum(received), *values.shape[1:]))
+        work = dist.all_to_all_single(
+            result, values, list(received), list(sent), group=self._lanes[lane], async_op=True
+        )
+        return result, work
+
+    def start_swap(self, headers: Tensor) -> tuple[Tensor, dist.Work | None]:
+        """Begin to send row i of a small CPU tensor to worker i, on the lane ahead."""
+        received = torch.empty_like(headers)
+        self.ledger.header_bytes += headers[1:].numel() * headers.element_size()
+        return received, dist.all_to_all_single(
+            received, headers, group=self._control_ahead, async_op=True
+        )
 
     def total(self, values: Tensor, reduction: dist.ReduceOp.RedOpType, where: str) -> Tensor:
         """All-reduce a small CPU tensor in place."""
@@ -191,7 +272,7 @@ class Peers:
 
     def spread(self, values: Tensor, owner: int) -> None:
         """An owner's rows to all, in place; inside `waiting`."""
-        self.wait(dist.broadcast(values, owner, group=self._rows, async_op=True))
+        self.wait(dist.broadcast(values, owner, group=self._lanes[Lane.ROWS], async_op=True))
 
     def spread_all(self, tensors: Sequence[Tensor], where: str) -> None:
         """Rank 0's tensors to all, in place; those of one dtype travel together."""

@@ -22,6 +22,10 @@ class Request:
     """Where each id's row is among them; has the shape of the ids."""
     fault: tuple[Fault, int] = (Fault.NONE, 0)
 
+    @property
+    def is_faulty(self) -> bool:
+        return self.fault[0] is not Fault.NONE
+
     @staticmethod
     def of(ids: object, row_map: RowMap, *, wraps: bool, device: torch.device) -> Request:
         """With `wraps`, negative ids count from the end, as in `weight[ids]`."""
