@@ -121,21 +121,18 @@ def hold(setting: Setting, progress: Callable[[str], None]) -> Contest:
 def sittings_of(
     engines: list[str], workload: Workload, num_hosts: int, available_bytes: float
 ) -> list[list[str]]:
-    """Engines by turns that fit into memory together; Parallax and `alone` are in each."""
-    always = [name for name in engines if name in (OURS, ALONE)]
-    budget = 0.9 * available_bytes - sum(
-        _needed_bytes(ENGINES[name], workload, num_hosts) for name in always
-    )
+    """Engines by turns that fit into memory together; Parallax is in each, `alone` in the first."""
+    needed = {name: _needed_bytes(ENGINES[name], workload, num_hosts) for name in engines}
+    budget = 0.9 * available_bytes - needed[OURS]
     tables: list[list[str]] = [[]]
     left = budget
-    for name in (name for name in engines if name not in always):
-        needed = _needed_bytes(ENGINES[name], workload, num_hosts)
-        if needed > left and tables[-1]:
+    for name in sorted((name for name in engines if name != OURS), key=lambda name: name != ALONE):
+        if needed[name] > left and tables[-1]:
             tables.append([])
             left = budget
         tables[-1].append(name)
-        left -= needed
-    return [[*always, *others] for others in tables]
+        left -= needed[name]
+    return [[OURS, *others] for others in tables]
 
 
 def _needed_bytes(engine: Engine, workload: Workload, num_hosts: int) -> float:

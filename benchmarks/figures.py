@@ -41,11 +41,13 @@ PARTS = ("compute", "update", "exchange", "wait")
 def figures_of(contest: Contest) -> list[Figure]:
     """Of each engine once, in the order of its setting; a later sitting's repeats are left out."""
     found: dict[str, Figure] = {}
+    results = [each for sitting in contest.sittings for each in sitting if each.absent is None]
+    alone = next((each for each in results if each.engine == ALONE), None)
     for sitting in contest.sittings:
         taking_part = {each.engine: each for each in sitting if each.absent is None}
         for name, result in taking_part.items():
             if name not in found:
-                found[name] = _figure(result, taking_part, contest.setting.rate)
+                found[name] = _figure(result, taking_part[OURS], alone, contest.setting.rate)
     return [found[name] for name in contest.setting.engines if name in found]
 
 
@@ -55,12 +57,11 @@ def absent_of(contest: Contest) -> dict[str, str]:
     return {each.engine: each.absent for each in results if each.absent is not None}
 
 
-def _figure(result: Result, others: dict[str, Result], rate: str | None) -> Figure:
+def _figure(result: Result, ours: Result, alone: Result | None, rate: str | None) -> Figure:
     seconds = _all(result, "seconds")
     # Turns that followed each other are compared with each other.
-    ratios = [b / a for a, b in zip(_all(others[OURS], "seconds"), seconds, strict=True)]
+    ratios = [b / a for a, b in zip(_all(ours, "seconds"), seconds, strict=True)]
     moved = max(median(_all(result, side)) for side in ("sent_bytes", "received_bytes"))
-    alone = others.get(ALONE)
     compute = median(_all(alone, "seconds")) if alone else 0.0
     return Figure(
         engine=result.engine,
