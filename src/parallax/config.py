@@ -67,7 +67,8 @@ class Config:
 
     lookahead: bool = True
     """Fetch the rows of the next batch while a step computes, where `session.shard` feeds the
-    training. The result is the same; it reads one batch further ahead."""
+    training. The result is the same. A batch is read before the step of the one before it: turn it
+    off for a dataset that changes with the training."""
 
     ledger_steps: int = 1000
     """How many steps the ledger keeps one by one; its totals cover all."""

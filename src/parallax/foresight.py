@@ -2,8 +2,12 @@
 
 A table is foreseen for a loader when on every worker the ids of its lookups were the same parts of
 two batches in a row; workers tell each other in the reduction at the end of a backward. From then
-on the rows of all such tables come together, and one batch ahead. See [Note: lookahead] in
-exchange/ahead.py and [Note: detour] in exchange/peers.py.
+on the rows of all such tables come together, and one batch ahead, until some worker is surprised.
+See [Note: lookahead] in exchange/ahead.py and [Note: detour] in exchange/detour.py.
+
+[Note: window] Lookups need no message from the moment a batch is handed out until its gradients are
+reduced, or the loader ends. In this window no row changes, because every update needs a reduction,
+and a worker whose ids are not as foreseen can be served by the others at any time.
 """
 
 from __future__ import annotations
@@ -17,15 +21,15 @@ from torch import Tensor
 
 from parallax.exchange.ahead import Ahead, Want
 from parallax.exchange.courier import Courier
-from parallax.exchange.header import Verb
 from parallax.exchange.peers import Peers
 from parallax.exchange.request import Request
 from parallax.recipe import Recipe, find_recipe, leaves_of
 from parallax.sparse import TableRows
 
-NEXT_BATCH = "the next batch"
-_MAX_DETOURS = 2
+_MAX_SURPRISES = 2
 Recipes = dict[str, tuple[Recipe, ...]]
+Pass = tuple[int, int]
+"""A loader's number, and that of the pass over it."""
 
 
 class Foresight:
@@ -35,107 +39,128 @@ class Foresight:
         self._peers = peers
         self._tables = tables
         self._is_on = is_on and peers.num_workers > 1
+        self._home = threading.get_ident()
         self._agreed: dict[int, Recipes] = {}
-        """By loader: the tables that are foreseen."""
+        """By loader: the tables that are foreseen; the same tables on all workers."""
         self._before: dict[int, Recipes] = {}
         """By loader: what was found in the batch before."""
-        self._detours: dict[str, int] = {}
+        self._drawing: set[int] = set()
+        """Loaders that draw random numbers as they are read."""
+        self._num_surprises: dict[str, int] = {}
         self._loader: int | None = None
-        self._thread = 0
         self._leaves: list[Tensor] = []
         self._found: dict[str, list[Recipe | None]] = {}
+        self._is_learned = False
+        """The batch has been looked at in a reduction."""
         self._courier = Courier()
         self._ahead: Ahead | None = None
-        self._ahead_of: int | None = None
+        self._ahead_of: Pass | None = None
         self._number = 0
-        self._may_detour = False
 
     # From the loader ----------------------------------------------------------------------
 
+    def follows(self, loader: int) -> bool:
+        """Whether a loader feeds the thread that trains: a script may read others elsewhere."""
+        return self._is_on and threading.get_ident() == self._home
+
     def reads_ahead(self, loader: int) -> bool:
         """Whether the batch after the next one is of use; the same on all workers."""
-        return bool(self._agreed.get(loader))
+        return self.follows(loader) and bool(self._agreed.get(loader))
 
-    def hand_out(self, loader: int, batch: Any, following: tuple[Any, ...]) -> None:
+    def draws(self, loader: int) -> None:
+        """Reading this loader draws random numbers here."""
+        self._drawing.add(loader)
+
+    @torch.inference_mode(False)
+    def hand_out(self, of: Pass, batch: Any, following: tuple[Any, ...]) -> None:
         """The script gets a batch; `following` is the one after it, if it has been read."""
-        if not self._is_on:
+        loader, _ = of
+        if not self.follows(loader):
             return
-        self._meet()
-        self._loader, self._thread = loader, threading.get_ident()
+        self._loader, self._is_learned = loader, False
         self._leaves, self._found = leaves_of(batch), {}
         agreed = self._agreed.get(loader, {})
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._ahead_of != loader:
-            ahead.complete()  # All workers do: the rows of a batch that the script will not have.
-            ahead = None
-        if agreed:
-            ahead = ahead or self._asked(agreed, batch)
-            for order, rows in ahead.complete():
-                if order.stock.shard is not None:
-                    self._tables[order.stock.name].foresee(order.slots, rows, order.places)
-            self._may_detour = True
-            if following:
-                self._ahead, self._ahead_of = self._asked(agreed, following[0]), loader
-                self._ahead.send_early(self._courier)
+        ahead = self._awaited(of)
+        if ahead is None and agreed:
+            ahead = self._asked(agreed, batch)
+        self._take(ahead)
+        if agreed and following:
+            self._ahead, self._ahead_of = self._asked(agreed, following[0]), of
+            self._ahead.send_early(self._courier)
+
+    def end(self, loader: int) -> None:
+        """The loader has ended."""
+        if self.follows(loader):
+            self._loader, self._leaves = None, []
+            self._close_window()
 
     def close(self) -> None:
         self._courier.close()
 
-    def end(self) -> None:
-        """The loader has ended."""
-        if self._is_on:
-            self._meet()
-            self._loader, self._leaves = None, []
+    def _awaited(self, of: Pass) -> Ahead | None:
+        """What is on its way, if it is for this pass; else it is let arrive and dropped."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._ahead_of != of:
+            ahead.complete()
+            return None
+        return ahead
 
-    def _meet(self) -> None:
-        """Let a worker on a detour be served before the others wait for it elsewhere."""
-        if self._may_detour:
-            self._may_detour = False
-            self._peers.announce(self._peers.operation(Verb.MEETING, NEXT_BATCH))
+    def _take(self, ahead: Ahead | None) -> None:
+        for order, rows in [] if ahead is None else ahead.complete():
+            if order.stock.shard is not None:
+                self._tables[order.stock.name].foresee(order.slots, rows, order.places)
+
+    def _close_window(self) -> None:
+        for table in self._tables.values():
+            table.close_window()
 
     # From lookups -------------------------------------------------------------------------
 
     def looked_up(self, table: TableRows, ids: Any) -> None:
         """A lookup that was not foreseen: see where its ids come from."""
-        known = self._is_on and self._loader is not None and isinstance(ids, Tensor)
-        if known and self._thread == threading.get_ident():
+        known = self._loader is not None and isinstance(ids, Tensor)
+        if known and not self._is_learned and not self._is_given_up(table.name):
             self._found.setdefault(table.name, []).append(find_recipe(ids, self._leaves))
-
-    def detoured(self, table: TableRows) -> None:
-        """Some worker's ids were not as foreseen; all workers know."""
-        self._detours[table.name] = self._detours.get(table.name, 0) + 1
-        for agreed in self._agreed.values():
-            agreed.pop(table.name, None)
 
     # From the reduction -------------------------------------------------------------------
 
     def blind(self) -> list[bool]:
         """For each table: whether this worker cannot foresee it."""
-        return [not self._sees(name) for name in self._tables]
+        surprised = [name for name, table in self._tables.items() if table.was_surprised()]
+        for name in surprised:
+            self._num_surprises[name] = self._num_surprises.get(name, 0) + 1
+        return [name in surprised or not self._sees(name) for name in self._tables]
 
     def settle(self, blind: list[bool]) -> None:
-        """`blind` is what any worker said: the same on all."""
-        self._may_detour = False
+        """`blind` is what any worker said: the same on all. See [Note: window]."""
+        self._close_window()
         if self._loader is None:
             return
-        now = self._recipes()
         agreed = self._agreed.setdefault(self._loader, {})
+        now = self._recipes()
         for name, is_blind in zip(self._tables, blind, strict=True):
             if is_blind:
-                agreed.pop(name, None)
+                # Rows may have been asked for that their owners have not noted.
+                if agreed.pop(name, None) is not None:
+                    self._tables[name].surprise()
             elif name in now and name not in agreed:
                 agreed[name] = now[name]
-        self._before[self._loader] = now
+        if not self._is_learned:
+            self._before[self._loader], self._is_learned = now, True
 
     def _sees(self, name: str) -> bool:
-        if not self._is_on or self._loader is None or self._tables[name].shard is None:
+        loader = self._loader
+        if loader is None or loader in self._drawing or self._is_given_up(name):
             return False
-        if self._detours.get(name, 0) > _MAX_DETOURS:
+        if not self._is_on or self._tables[name].shard is None:
             return False
-        if name in self._agreed.get(self._loader, {}):
+        if name in self._agreed.get(loader, {}):
             return True
         now = self._recipes().get(name)
-        return now is not None and now == self._before.get(self._loader, {}).get(name)
+        return now is not None and now == self._before.get(loader, {}).get(name)
+
+    def _is_given_up(self, name: str) -> bool:
+        return self._num_surprises.get(name, 0) > _MAX_SURPRISES
 
     def _recipes(self) -> Recipes:
         """Of the tables all of whose lookups were found in the batch."""
@@ -155,10 +180,13 @@ class Foresight:
 
     def _want(self, name: str, recipes: tuple[Recipe, ...], leaves: list[Tensor]) -> Want:
         table = self._tables[name]
+        device = table.parameter.device
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        rows = nothing if table.shard is None else table.shard
         parts = [recipe.ids(leaves) for recipe in recipes]
         known = [part.reshape(-1) for part in parts if part is not None]
         if len(known) < len(parts) or table.shard is None:
-            return Want(table, None)
-        ids = torch.cat(known).to(table.parameter.device)
-        request = Request.of(ids, table.row_map, wraps=False, device=table.parameter.device)
-        return Want(table, None if request.is_faulty else request.slots)
+            return Want(table, nothing, rows, is_known=False)
+        ids = torch.cat(known).to(device)
+        request = Request.of(ids, table.row_map, wraps=False, device=device)
+        return Want(table, request.slots, rows, is_known=not request.is_faulty)

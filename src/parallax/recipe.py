@@ -76,7 +76,7 @@ def _views(leaf: Tensor) -> Iterator[View]:
 
 def _leaves(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
-        if batch.dtype in _KINDS:
+        if batch.dtype in _KINDS and batch.layout is torch.strided and not batch.is_nested:
             yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():

@@ -27,10 +27,11 @@ from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
 from parallax.exchange.agreement import Agreement
 from parallax.exchange.board import Board
+from parallax.exchange.detour import Detours
 from parallax.exchange.groups import Groups
 from parallax.exchange.header import Layout
 from parallax.exchange.peers import Peers
-from parallax.foresight import NEXT_BATCH, Foresight
+from parallax.foresight import Foresight
 from parallax.guard import guard_copies
 from parallax.hosts import Hosts
 from parallax.ledger import Ledger
@@ -296,7 +297,10 @@ class Session:
     def _meet(self) -> Peers:
         """See that the other workers have the same model."""
         store = self._groups.store
-        board = None if store is None else Board(store, self.rank, self.num_workers)
+        board = detours = None
+        if store is not None:
+            detours = Detours(store, self.rank, self.config.timeout_seconds)
+            board = Board(store, self.rank, self.num_workers, detours.answer)
         peers = Peers(
             self.rank,
             self.num_workers,
@@ -307,13 +311,14 @@ class Session:
             ahead=self._groups.ahead,
             control_ahead=self._groups.control_ahead,
             board=board,
+            detours=detours,
         )
         tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
         names = [fact.name for fact in self._facts]
         peers.layout = Layout(
             max_counts=max(1, len(tables)), num_flags=2 * len(names) + len(tables) + 2
         )
-        peers.name_subjects([*names, REDUCTION, NEXT_BATCH, checkpoint.SAVING, checkpoint.LOADING])
+        peers.name_subjects([*names, REDUCTION, checkpoint.SAVING, checkpoint.LOADING])
         if store is not None:
             placement.compare(self._description(), peers, store)
         return peers
@@ -350,16 +355,16 @@ class Session:
 
     def _place_parameters(self, dense: DenseRoute) -> None:
         foresight = self._foresight = Foresight(
-            self._peers, self._tables, is_on=self.config.lookahead
+            self._peers, self._tables, is_on=self.config.lookahead and self._device().type == "cpu"
         )
         hooks = Hooks(
             self._backward.begin,
             self._left,
             foresight.looked_up,
-            foresight.detoured,
         )
         self._backward.blind, self._backward.settle = foresight.blind, foresight.settle
-        self._peers.serve = lambda name, places: self._tables[name].serve(places)
+        if self._peers.detours is not None:
+            self._peers.detours.serve = self._served
         for fact in self._facts:
             route = self._plan[fact.name].route
             if route in (Route.SHARDED, Route.OBSERVED):
@@ -372,6 +377,12 @@ class Session:
                 dense.adopt(fact.name, fact.parameter)
         self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
         self._rules = {name: updater.rule for name, updater in self._updaters().items()}
+
+    def _served(self, name: str, places: Tensor) -> Tensor:
+        """Rows of a table that this worker owns."""
+        shard = self._tables[name].shard
+        assert shard is not None
+        return shard.index_select(0, places.to(shard.device))
 
     def _shard_state(self, table: TableRows) -> None:
         owner = self._owners.get(id(table.parameter))

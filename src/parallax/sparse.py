@@ -33,8 +33,6 @@ class Hooks:
     """A table has become an ordinary parameter, for this reason."""
     looked_up: Callable[[TableRows, object], None] = lambda table, ids: None
     """A lookup that trains has these ids, and nobody foresaw it."""
-    detoured: Callable[[TableRows], None] = lambda table: None
-    """Some worker's lookup had other ids than foreseen."""
     requests: LastRequest = field(default_factory=LastRequest)
     """Shared by the tables of a session."""
 
@@ -62,8 +60,15 @@ class TableRows:
         """Rows may have changed that no foreseen lookup has asked for; the same on all workers."""
         self._foreseen = False
         """All workers have the rows of this batch's lookups. See [Note: lookahead]."""
+        self.is_surprised = False
+        """Something of this table was not as foreseen, here. See `was_surprised`."""
+        self._is_used = True
+        """A lookup took rows that were foreseen for this batch."""
         self._unsettled = False
         """A lookup since the last update was not foreseen."""
+        self._is_applied = False
+        """An update took the gradient, which is still there."""
+        self._num_updates = 0
         self._hot: Tensor | None = None
         self._hot_places: list[Tensor] = []
         self._pending: list[tuple[Tensor, Tensor]] = []
@@ -92,7 +97,7 @@ class TableRows:
         padding_place = self._place_of(padding, request.slots)
         if trains:
             rows = _Delivery.apply(  # type: ignore[no-untyped-call]
-                self._anchor, rows, self, request.slots, padding_place
+                self._anchor, rows, self, request.slots, padding_place, self._num_updates
             )
         return rows, request.places, padding_place
 
@@ -196,6 +201,7 @@ class TableRows:
         self.zero()
 
     def zero(self) -> None:
+        self._is_applied = False
         self._pending.clear()
         self.received = None
         self.touched = self.has_gradient = False
@@ -228,8 +234,15 @@ class TableRows:
         self._peers.total(flag, dist.ReduceOp.MAX, f"looking for infinities in {self.name!r}")
         return bool(flag.item())
 
-    def deliver(self, slots: Tensor, gradient: Tensor, padding_place: int | None) -> None:
-        """Keep the gradient of a lookup's rows until the push. Called by autograd."""
+    def deliver(
+        self, slots: Tensor, gradient: Tensor, padding_place: int | None, num_updates: int
+    ) -> None:
+        """Keep the gradient of a lookup's rows until the push. Called by autograd.
+
+        The lookup was made after so many updates; if there were more since, its rows are not among
+        those that the next update was expected to change.
+        """
+        self.is_surprised |= num_updates != self._num_updates
         if self.retired:
             raise ParallaxError(
                 f"backward through a lookup of {self.name!r} from before it was used whole in an "
@@ -293,43 +306,49 @@ class TableRows:
     def updated(self) -> None:
         """The rows have changed. Their gradient stays until it is zeroed, as in torch."""
         self._forget_rows()
-        self._unsettled = False
-        for places in self._hot_places:
-            assert self._hot is not None
-            self._hot[places] = False
+        self._num_updates += 1
+        # A gradient that is applied again changes rows of an earlier batch once more.
+        self.spoiled |= self._is_applied
+        self._unsettled, self._is_applied = False, True
+        if self._hot is not None:
+            for places in self._hot_places:
+                self._hot[places] = False
         self._hot_places.clear()
 
     # Lookahead ----------------------------------------------------------------------------
 
-    def foresee(self, slots: Tensor, rows: Tensor, served: Tensor) -> None:
-        """The rows of this batch's lookups are here; `served` are those that others want too."""
+    def foresee(self, slots: Tensor, rows: Tensor, asked: Tensor) -> None:
+        """The rows of this batch's lookups are here; `asked` are those that workers have of us."""
         assert self.shard is not None
         self._cache.put(slots, rows)
-        self._foreseen = True
+        self._foreseen, self._is_used = True, False
         self.spoiled = self._unsettled
         if self._hot is None or len(self._hot) != len(self.shard):
             self._hot = torch.zeros(len(self.shard), dtype=torch.bool, device=self.shard.device)
-        self._hot[served] = True
-        self._hot_places.append(served)
+        self._hot[asked] = True
+        self._hot_places.append(asked)
 
     def is_hot(self, places: Tensor) -> Tensor:
-        assert self._hot is not None
+        if self._hot is None:  # No lookup was foreseen yet, so the table is spoiled anyway.
+            return torch.ones_like(places, dtype=torch.bool)
         return self._hot[places]
 
-    def serve(self, places: Tensor) -> Tensor:
-        """Rows for a worker whose lookup was not as foreseen."""
-        assert self.shard is not None
-        self._surprise()
-        self._hooks.detoured(self)
-        return self.shard.index_select(0, places)
+    def close_window(self) -> None:
+        """The gradients of this batch are reduced: from now on lookups are collective again."""
+        self._foreseen, self._is_used = False, True
+
+    def was_surprised(self) -> bool:
+        """Whether something was not as foreseen, here and since this was asked last."""
+        surprised, self.is_surprised = self.is_surprised or not self._is_used, False
+        return surprised
 
     def replaced(self) -> None:
         """All rows may have changed, on every worker."""
         self._forget_rows()
         self.spoiled = True
 
-    def _surprise(self) -> None:
-        """A lookup that was not foreseen: its rows may change, and nobody has noted which."""
+    def surprise(self) -> None:
+        """A lookup was not foreseen, on all workers: nobody has noted which rows may change."""
         self.spoiled = self._unsettled = True
 
     def _forget_rows(self) -> None:
@@ -361,24 +380,39 @@ class TableRows:
             self._raise_faults(peers.announce(operation, fault=request.fault).faults)
             return self.values("lookup").index_select(0, self.row_map.ids(slots))
         missing = self._cache.missing(slots) if trains else slots
-        if trains and self._foreseen and not request.is_faulty:
-            return self._foreseen_rows(slots, missing)
+        if trains and self._foreseen:
+            return self._foreseen_rows(request, missing)
         if trains:
-            self._surprise()
+            self.surprise()
         rows, faults = pull(peers, operation, self.row_map, self.shard, missing, request.fault)
         self._raise_faults(faults)
         if not trains:
             return rows
         return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
 
-    def _foreseen_rows(self, slots: Tensor, missing: Tensor) -> Tensor:
-        rows = self._no_rows()
+    def _foreseen_rows(self, request: Request, missing: Tensor) -> Tensor:
+        """Nobody else takes part: the others have their rows. See [Note: detour]."""
+        peers, rows = self._peers, self._no_rows()
+        self._is_used = True
+        if request.is_faulty:
+            self._raise_alone(request.fault)
         if len(missing):
-            peers, counts = self._peers, self.row_map.counts(missing)
+            self.is_surprised = True
             operation = peers.operation(Verb.DETOUR, self.name)
-            rows = peers.detour(operation, counts, self.row_map.places(missing))
+            places = self.row_map.places(missing)
+            rows = peers.detour(operation, self.row_map.counts(missing), places)
         # Without a limit: a later lookup of the batch has to find its rows as well.
-        return self._cache.completed(slots, missing, rows, limit=self.row_map.num_rows)
+        return self._cache.completed(request.slots, missing, rows, limit=self.row_map.num_rows)
+
+    def _raise_alone(self, fault: tuple[Fault, int]) -> None:
+        """Raise what is wrong with this worker's ids, and have the others raise it too."""
+        faults = [(Fault.NONE, 0)] * self._peers.num_workers
+        faults[self._peers.rank] = fault
+        try:
+            self._raise_faults(faults)
+        except (IndexError, TypeError) as error:
+            self._peers.report(error)
+            raise
 
     def _raise_faults(self, faults: list[tuple[Fault, int]]) -> None:
         """All workers raise what one of them found wrong with its ids."""
@@ -434,12 +468,14 @@ class _Delivery(torch.autograd.Function):
         table: TableRows,
         slots: Tensor,
         padding_place: int | None,
+        num_updates: int,
     ) -> Tensor:
         ctx.table, ctx.slots, ctx.padding_place = table, slots, padding_place
+        ctx.num_updates = num_updates
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.table.deliver(ctx.slots, gradient, ctx.padding_place)
-        return None, None, None, None, None
+        ctx.table.deliver(ctx.slots, gradient, ctx.padding_place, ctx.num_updates)
+        return None, None, None, None, None, None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,53 +14,96 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.support.workers import run_workers
+from tests.support.workers import outcomes_of, run_workers
 
 ROWS, SAMPLES, BATCH = 60, 52, 12
 FOREVER = 10**6
 
 
-class Net(nn.Module):
-    """Two tables; the first is looked up with a slice of the batch, and twice."""
+@dataclass(frozen=True)
+class Script:
+    """What a training does that an ordinary one does not."""
 
-    def __init__(self, twist: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+    ids: str = "random"
+    """Of samples: random, all the same rows, or never those of the batches before and after."""
+    marked: tuple[int, ...] = ()
+    """Samples whose words are shifted in forward."""
+    made_inside: bool = False
+    accumulate: int = 1
+    all_unsynced: bool = False
+    leave_after: int = FOREVER
+    steps_first: bool = False
+    late_backward: bool = False
+    keeps_gradient: bool = False
+    second_forward: bool = False
+    evaluates: bool = False
+    draws: bool = False
+    assigns: bool = False
+    reloads: bool = False
+    zips: bool = False
+    weighs_late: bool = False
+    second_table_from: int = 0
+    has_unused_layer: bool = False
+    optimizer: str = "Adagrad"
+    lookahead: bool = True
+    drop_last: bool = False
+    reads_elsewhere: bool = False
+    batch_size: int = BATCH
+    """A share's weight is that of the batch handed out last: scripts that use an earlier one need
+    shares that never differ."""
+
+
+class Net(nn.Module):
+    """Two tables; the first is looked up with two slices of the batch."""
+
+    def __init__(self, script: Script) -> None:
         super().__init__()
         self.words = nn.Embedding(ROWS, 4)
         self.tags = nn.Embedding(ROWS, 3)
         self.out = nn.Linear(7, 1)
-        self.twist = twist
+        self.unused = nn.Linear(3, 2) if script.has_unused_layer else None
+        self.script = script
+        self.num_steps = 0
 
     def forward(self, windows: Tensor, tags: Tensor, marks: Tensor) -> Tensor:
         words = windows[:, :-1]
-        if self.twist is not None:
-            words = self.twist(words, marks)
+        if self.script.made_inside:
+            words = (words * 5 + 1) % ROWS
+        elif self.script.marked:
+            words = torch.where(marks[:, None], (words + 1) % ROWS, words)
         found = self.words(words).mean(1) + self.words(windows[:, 1:]).mean(1)
-        return self.out(torch.cat([found, self.tags(tags)], 1)).square().mean()
+        tagged = found.new_zeros(len(found), 3)
+        if self.num_steps >= self.script.second_table_from:
+            tagged = self.tags(tags)
+        if self.script.draws:
+            found = found * torch.rand(())
+        if self.script.late_backward:  # torch refuses a backward through a weight that was stepped
+            return (found.sum(1) + tagged.sum(1)).square().mean()
+        return self.out(torch.cat([found, tagged], 1)).square().mean()
 
 
 class Samples(Dataset[tuple[Tensor, ...]]):
-    """`spread` is how many rows the ids of a sample may be away from those of the one before."""
-
-    def __init__(self, spread: int, marked: tuple[int, ...] = (), draws: bool = False) -> None:
+    def __init__(self, script: Script) -> None:
         generator = torch.Generator().manual_seed(3)
-        first = torch.arange(SAMPLES)[:, None] * 7
-        drift = torch.randint(spread, (SAMPLES, 6), generator=generator)
-        self.windows = (first + drift) % ROWS
-        self.tags = torch.randint(spread, (SAMPLES,), generator=generator) % ROWS
-        self.marks = torch.tensor([i in marked for i in range(SAMPLES)])
-        self.draws = draws
+        self.windows = torch.randint(ROWS, (SAMPLES, 6), generator=generator)
+        self.tags = torch.randint(ROWS, (SAMPLES,), generator=generator)
+        if script.ids == "same":
+            self.windows = torch.arange(6).expand(SAMPLES, 6).contiguous()
+            self.tags = torch.zeros(SAMPLES, dtype=torch.int64)
+        elif script.ids == "apart":
+            third = torch.arange(SAMPLES) // script.batch_size % 3 * (ROWS // 3)
+            self.windows = self.windows % (ROWS // 3) + third[:, None]
+            self.tags = self.tags % (ROWS // 3) + third
+        self.marks = torch.tensor([i in script.marked for i in range(SAMPLES)])
+        self.draws = script.draws
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        if self.draws:
+        if self.draws and index % BATCH == 0:
             torch.rand(())
         return self.windows[index], self.tags[index], self.marks[index]
-
-
-def shift_marked(words: Tensor, marks: Tensor) -> Tensor:
-    return torch.where(marks[:, None], (words + 1) % ROWS, words)
 
 
 def count_headers(session: Any) -> Callable[[], int]:
@@ -74,121 +121,218 @@ def count_headers(session: Any) -> Callable[[], int]:
     return lambda: sent[0]
 
 
-def train(
-    spread: int = ROWS,
-    marked: tuple[int, ...] = (),
-    made_inside: bool = False,
-    accumulate: int = 1,
-    leave_after: int = FOREVER,
-    steps_first: bool = False,
-    evaluates: bool = False,
-    draws: bool = False,
-    assigns: bool = False,
-    optimizer_name: str = "Adagrad",
-    lookahead: bool = True,
-    drop_last: bool = False,
-) -> tuple[dict[str, Tensor], list[int]]:
-    """Three epochs of a script; gives rank 0's state and the headers of each of its steps."""
+def read_elsewhere(loader: Any) -> Iterator[Any]:
+    """Batches by way of a thread of the script's own, which is ahead of it."""
+    batches: queue.Queue[Any] = queue.Queue(maxsize=1)
+
+    def read() -> None:
+        for batch in loader:
+            batches.put(batch)
+        batches.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (batch := batches.get(timeout=60)) is not None:
+        yield batch
+
+
+def assign(model: Net, value: float) -> None:
+    with torch.no_grad():
+        model.words.weight.copy_(torch.full((ROWS, 4), value).double())
+
+
+def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[int]]:
+    """Three epochs; gives rank 0's state and the headers of each of this worker's steps."""
     import parallax
 
     torch.manual_seed(0)
-    twist = None
-    if marked:
-        twist = shift_marked
-    if made_inside:
-        twist = lambda words, marks: (words * 5 + 1) % ROWS  # noqa: E731
-    model = Net(twist).double()
-    optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.1)
-    options = {"routes": {"words.*": "sharded", "tags.*": "sharded"}, "lookahead": lookahead}
-    session = parallax.parallelize(model, optimizer, **options)
+    model = Net(script).double()
+    optimizer = getattr(torch.optim, script.optimizer)(model.parameters(), lr=0.1)
+    routes = {"words.*": "sharded", "tags.*": "sharded"}
+    session = parallax.parallelize(model, optimizer, routes=routes, lookahead=script.lookahead)
     headers = count_headers(session)
-    data = Samples(spread, marked, draws)
-    loader = session.shard(DataLoader(data, BATCH, drop_last=drop_last), split=True)
-    tests = session.shard(DataLoader(data, BATCH), split=True)
-    counts = []
+    data = Samples(script)
+    loader, others = (
+        session.shard(DataLoader(data, script.batch_size, drop_last=script.drop_last), split=True)
+        for _ in range(2)
+    )
+    counts, waiting = [], None
+
+    def step() -> None:
+        optimizer.step()
+        if not script.keeps_gradient:
+            optimizer.zero_grad()
+
     for epoch in range(3):
-        for number, batch in enumerate(loader):
+        batches = read_elsewhere(loader) if script.reads_elsewhere else loader
+        for number, batch in enumerate(
+            zip(batches, others, strict=True) if script.zips else batches
+        ):
+            batch = batch[0] if script.zips else batch
             before = headers()
-            if steps_first and number:
-                optimizer.step()
-                optimizer.zero_grad()
-            if assigns and number == 2:
-                with torch.no_grad():
-                    model.words.weight.copy_(torch.full((ROWS, 4), 0.25 + epoch).double())
-            is_last = (number + 1) % accumulate == 0
-            if is_last:
-                model(*batch).backward()
-            else:
+            if script.steps_first and number:
+                step()
+            if script.assigns and number == 2:
+                assign(model, 0.25 + epoch)
+            loss = model(*batch)
+            if script.weighs_late:
+                session.weight(len(batch[0]))
+            if script.late_backward:
+                loss, waiting = waiting, loss
+            is_last = (number + 1) % script.accumulate == 0
+            if loss is not None and is_last and not script.all_unsynced:
+                loss.backward()
+            elif loss is not None:
                 with session.no_sync():
-                    model(*batch).backward()
-            if is_last and not steps_first:
-                optimizer.step()
-                optimizer.zero_grad()
+                    loss.backward()
+            if script.second_forward:
+                model(batch[0], (batch[1] + 1) % ROWS, batch[2]).backward()
+            if loss is not None and is_last and not script.steps_first:
+                step()
+                model.num_steps += 1
             counts.append(headers() - before)
-            if evaluates and number == 1:
+            if script.assigns and number == 3:
+                assign(model, 0.5 + epoch)
+            if script.evaluates and number == 1:
                 with torch.no_grad():
-                    for held_out in tests:
+                    for held_out in others:
                         model(*held_out)
-            if number + 1 >= leave_after:
+            if script.reloads and number == 1 and epoch == 1:
+                session.save(folder)
+            if script.reloads and number == 2 and epoch == 1:
+                session.load(folder)
+                break
+            if number + 1 >= script.leave_after:
                 break
     state = session.state_dict()
     session.close()
     return state, counts
 
 
-def assert_same(options: dict[str, Any], num_workers: int) -> list[list[int]]:
-    alone, _ = train(**options)
-    results = run_workers(train_with, num_workers, options)
+def assert_same(script: Script, num_workers: int, folder: str = "") -> list[list[int]]:
+    alone, _ = train(script, f"{folder}/alone")
+    results = run_workers(train, num_workers, script, f"{folder}/together")
     for name, value in alone.items():
         torch.testing.assert_close(results[0][0][name], value, rtol=1e-10, atol=1e-10)
     return [counts for _, counts in results]
 
 
-def train_with(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
-    return train(**options)
-
-
-SCRIPTS: dict[str, dict[str, Any]] = {
-    "every row in every step": {"spread": 3},
-    "hardly a row twice": {"spread": ROWS},
-    "accumulation": {"accumulate": 2},
-    "ids made in forward": {"made_inside": True},
-    "another epoch begins early": {"leave_after": 3},
-    "the step comes first": {"steps_first": True},
-    "evaluation in between": {"evaluates": True},
-    "a dataset that draws": {"draws": True},
-    "rows assigned": {"assigns": True},
-    "plain SGD": {"optimizer_name": "SGD"},
-    "only whole batches": {"drop_last": True},
-    "switched off": {"lookahead": False},
+SCRIPTS = {
+    "random rows": Script(),
+    "the same rows in every step": Script(ids="same"),
+    "no row in two steps in a row": Script(ids="apart"),
+    "accumulation": Script(accumulate=2),
+    "only no_sync before the step": Script(all_unsynced=True),
+    "ids made in forward": Script(made_inside=True),
+    "another epoch begins early": Script(leave_after=3),
+    "the step comes first": Script(steps_first=True),
+    "backward one batch later": Script(
+        late_backward=True, ids="apart", drop_last=True, batch_size=10
+    ),
+    "gradients that stay": Script(keeps_gradient=True, ids="apart", optimizer="SGD"),
+    "another forward after the backward": Script(second_forward=True),
+    "evaluation in between": Script(evaluates=True),
+    "evaluation and accumulation": Script(evaluates=True, accumulate=2),
+    "rows assigned": Script(assigns=True),
+    "a checkpoint loaded": Script(reloads=True),
+    "two loaders at once": Script(zips=True),
+    "a weight after forward": Script(weighs_late=True),
+    "a second table later": Script(second_table_from=4),
+    "plain SGD": Script(optimizer="SGD"),
+    "only whole batches": Script(drop_last=True),
+    "read by a thread of its own": Script(reads_elsewhere=True, drop_last=True, batch_size=10),
+    "switched off": Script(lookahead=False),
 }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_the_result_is_that_of_one_process(name: str, num_workers: int) -> None:
-    assert_same(SCRIPTS[name], num_workers)
+@pytest.mark.parametrize("num_workers", [2, 5])
+def test_the_result_is_that_of_one_process(name: str, num_workers: int, tmp_path: Path) -> None:
+    assert_same(SCRIPTS[name], num_workers, str(tmp_path))
 
 
-@pytest.mark.parametrize("marked", [(30,), (0, 13, 26, 39), tuple(range(24, 52, 5))])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_wrong_guess_on_one_worker_is_served(marked: tuple[int, ...], accumulate: int) -> None:
-    assert_same({"marked": marked, "accumulate": accumulate}, 3)
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(marked=(30,)),
+        Script(marked=(0, 13, 26, 39)),
+        Script(marked=(30, 44), accumulate=2),
+        Script(marked=(30,), has_unused_layer=True),
+        Script(marked=(30,), all_unsynced=True),
+        Script(marked=(30,), weighs_late=True),
+        Script(marked=(30,), leave_after=3, accumulate=3),
+        Script(marked=(30, 31, 32, 33, 34, 35), zips=True),
+    ],
+)
+def test_a_wrong_guess_on_one_worker_is_served(script: Script) -> None:
+    assert_same(script, 3)
 
 
 def test_foreseen_lookups_need_no_headers() -> None:
     """Three lookups and a reduction: once the tables are foreseen only the reduction has one."""
-    for counts in assert_same({"drop_last": True}, 2):
+    for counts in assert_same(Script(drop_last=True), 2):
         assert counts[0] == 4
-        assert counts[3:] == [1] * len(counts[3:])
-    for counts in assert_same({"drop_last": True, "lookahead": False}, 2):
+        assert counts[2:] == [1] * len(counts[2:])
+    for counts in assert_same(Script(drop_last=True, lookahead=False), 2):
         assert counts == [4] * len(counts)
 
 
+def test_a_pass_that_was_left_does_not_end_foresight() -> None:
+    for counts in assert_same(Script(leave_after=3), 2):
+        assert counts[2:] == [1] * len(counts[2:])
+
+
+def test_lookups_after_the_reduction_are_collective_again() -> None:
+    script = Script(second_forward=True, drop_last=True)
+    for counts in assert_same(script, 2):
+        assert counts[2:] == [1 + 3 + 1] * len(counts[2:])
+
+
 def test_a_table_whose_ids_are_made_in_forward_does_not_hold_up_the_other() -> None:
-    for counts in assert_same({"made_inside": True, "drop_last": True}, 2):
-        assert set(counts[3:]) == {3}  # two lookups of one table, and the reduction
+    for counts in assert_same(Script(made_inside=True, drop_last=True), 2):
+        assert set(counts[2:]) == {3}  # two lookups of one table, and the reduction
 
 
-def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    yield from loader
+def draw(lookahead: bool) -> list[float]:
+    """Numbers that a script draws beside a dataset that draws as well."""
+    import parallax
+
+    torch.manual_seed(0)
+    model = Net(Script()).double()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    routes = {"words.*": "sharded", "tags.*": "sharded"}
+    session = parallax.parallelize(model, optimizer, routes=routes, lookahead=lookahead)
+    loader = session.shard(DataLoader(Samples(Script(draws=True)), BATCH), split=True)
+    drawn = []
+    for batch in loader:
+        drawn.append(float(torch.rand(())))
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+    return drawn
+
+
+def test_a_dataset_that_draws_is_not_read_ahead() -> None:
+    assert run_workers(draw, 2, True) == run_workers(draw, 2, False)
+
+
+def look_up_nonsense() -> None:
+    import parallax
+
+    torch.manual_seed(0)
+    model = Net(Script(drop_last=True)).double()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, routes={"*s.weight": "sharded"})
+    loader = session.shard(DataLoader(Samples(Script()), BATCH), split=True)
+    for number, (windows, tags, marks) in enumerate(loader):
+        if number == 3 and session.rank == 1:
+            tags = tags + ROWS
+        model(windows, tags, marks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_bad_id_that_was_not_foreseen_is_raised_on_all_workers() -> None:
+    for outcome in outcomes_of(look_up_nonsense, 3):
+        assert isinstance(outcome.error, IndexError), outcome.trace
+        assert "worker 1 is out of range for table 'tags.weight'" in str(outcome.error)

@@ -17,10 +17,10 @@ from parallax.data.order import Agreement, order_of, stock_batches
 from parallax.data.source import Epoch, Ready, Source
 from parallax.data.stream import StreamSource, is_stream
 from parallax.errors import CheckpointError, ConfigError, MismatchError
-from parallax.foresight import Foresight
+from parallax.foresight import Foresight, Pass
 
 _numbers = itertools.count()
-"""Of the sharded loaders of a process, in the order in which they were made."""
+"""Of the sharded loaders of a process and of the passes over them, in their order."""
 
 
 class ShardedLoader:
@@ -80,7 +80,7 @@ class ShardedLoader:
         saved, self._saved = self._saved, None
         if self._place is not None:
             self.epoch += 1  # the epoch before was left unfinished
-        consumed, drawn = _read(saved)
+        consumed, drawn = _restored(saved)
         epoch, ready = self._source.begin(drawn, consumed)
         self._place = _Place(epoch, consumed)
         return self._batches(self._place, ready, is_resumed=saved is not None)
@@ -89,22 +89,23 @@ class ShardedLoader:
         num_steps = 0
         self.feed.begin()
         place.epoch.draw()
+        this_pass = (self._number, next(_numbers))
         try:
             following: tuple[Ready, ...] = ()
             while (found := self._fetched(ready, following)) is not None:
                 num_steps += 1
-                following = self._followed(ready)
+                following = self._followed(ready, place.epoch.is_over(found.consumed))
                 self.feed.hand_out()
                 place.consumed = found.consumed
                 self._on_batch(found.counts)
-                self._foresee(found, following)
+                self._foresee(this_pass, found, following)
                 yield found.batch
         finally:
             if self._place is place:
                 self.feed.leave()
         self._on_end()
         if self._foresight is not None:
-            self._foresight.end()
+            self._foresight.end(self._number)
         if self._place is place:
             self._place = None
             self.epoch += 1
@@ -113,24 +114,30 @@ class ShardedLoader:
 
     def _fetched(self, ready: Iterator[Ready], following: tuple[Ready, ...]) -> Ready | None:
         self.feed.ask(self.epoch)
-        if following:
-            return following[0]
-        before = random_state()
-        found = next(ready, None)
-        self._draws |= before != random_state()
-        return found
+        return following[0] if following else self._read(ready)
 
-    def _followed(self, ready: Iterator[Ready]) -> tuple[Ready, ...]:
+    def _followed(self, ready: Iterator[Ready], is_last: bool) -> tuple[Ready, ...]:
         """The batch after the one that is handed out, if it is of use already."""
-        if self._foresight is None or not self._foresight.reads_ahead(self._number):
-            return ()  # Reading earlier would give the script's own draws other numbers.
-        found = next(ready, None)
+        if is_last or self._foresight is None or not self._foresight.reads_ahead(self._number):
+            return ()
+        found = self._read(ready)
         return () if found is None else (found,)
 
-    def _foresee(self, found: Ready, following: tuple[Ready, ...]) -> None:
+    def _read(self, ready: Iterator[Ready]) -> Ready | None:
+        """The next batch. If reading draws random numbers it is not to be done any earlier."""
+        if self._foresight is None or self._draws or not self._foresight.follows(self._number):
+            return next(ready, None)
+        before = random_state()
+        found = next(ready, None)
+        if before != random_state():
+            self._draws = True
+            self._foresight.draws(self._number)
+        return found
+
+    def _foresee(self, this_pass: Pass, found: Ready, following: tuple[Ready, ...]) -> None:
         if self._foresight is not None:
             ahead = tuple(each.batch for each in following)
-            self._foresight.hand_out(self._number, () if self._draws else found.batch, ahead)
+            self._foresight.hand_out(this_pass, found.batch, ahead)
 
     def state_dict(self) -> dict[str, int | Tensor]:
         """The place after the batch yielded last: integers, the same on every worker.
@@ -191,7 +198,7 @@ class _Place:
         self.epoch, self.consumed = epoch, consumed
 
 
-def _read(saved: Mapping[str, int | Tensor] | None) -> tuple[int, Tensor | None]:
+def _restored(saved: Mapping[str, int | Tensor] | None) -> tuple[int, Tensor | None]:
     if saved is None:
         return 0, None
     # A checkpoint may have been loaded onto a device.

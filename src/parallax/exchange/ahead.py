@@ -48,10 +48,14 @@ class Stock(Protocol):
 
 @dataclass(frozen=True)
 class Want:
-    """The rows of a table that this worker wants for a batch; None if it cannot tell."""
+    """The rows of a table that this worker wants for a batch."""
 
     stock: Stock
-    slots: Tensor | None
+    slots: Tensor
+    rows: Tensor
+    """The owner's, as they are now: the table may be another's to change when they are needed."""
+    is_known: bool = True
+    """Whether this worker can tell."""
 
 
 @dataclass
@@ -76,7 +80,8 @@ class Order:
     @property
     def shard(self) -> Tensor:
         """A table that has become whole meanwhile takes part to the end; nobody uses its rows."""
-        return self.rows if self.stock.shard is None else self.stock.shard
+        shard = self.stock.shard
+        return self.rows if shard is None else shard
 
     def all_late(self) -> None:
         self.comes_late = torch.ones_like(self.slots, dtype=torch.bool)
@@ -123,10 +128,8 @@ class Ahead:
         return self._swapped_rows(goes, comes)
 
     def _send_ids(self) -> None:
-        nothing = torch.empty(0, dtype=torch.int64)
-        slots = [nothing if want.slots is None else want.slots for want in self._wants]
+        slots = [want.slots for want in self._wants]
         maps = [want.stock.row_map for want in self._wants]
-        self._slots = slots
         self._counts = [rows.counts(of) for rows, of in zip(maps, slots, strict=True)]
         parts = [
             rows.places(of).split(counts)
@@ -139,7 +142,7 @@ class Ahead:
             where,
             NO_FAULT,
             list(zip(*self._counts, strict=True)),
-            [want.slots is None for want in self._wants],
+            [not want.is_known for want in self._wants],
             self._ids.cpu(),
             self._peers.room_ahead,
         )
@@ -167,9 +170,7 @@ class Ahead:
             if not unknown[i]:
                 places = torch.cat(pieces[i :: len(self._wants)])
                 asked = [row[i] for row in told]
-                rows = want.stock.shard
-                assert rows is not None
-                order = Order(want.stock, self._slots[i], self._counts[i], asked, places, rows)
+                order = Order(want.stock, want.slots, self._counts[i], asked, places, want.rows)
                 self.orders.append(order)
 
     def _check_together(self, words: list[list[int]]) -> None:

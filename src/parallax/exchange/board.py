@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -32,7 +34,15 @@ class Board:
     The training thread only sets an attribute; nothing of this is on the way of a step.
     """
 
-    def __init__(self, store: Store, rank: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        num_workers: int,
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_beat` is called in the thread, between two notes."""
+        self._on_beat = on_beat
         self._store = store
         self._rank = rank
         self._num_workers = num_workers
@@ -83,6 +93,8 @@ class Board:
     def _run(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
             self._post()
+            with suppress(RuntimeError, OSError):  # There is nobody any more who would ask.
+                self._on_beat()
         self._post()
 
     def _post(self) -> bool:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_CLOSE_SECONDS = 5.0
 
 
 class Courier:
@@ -31,8 +32,10 @@ class Courier:
         return result
 
     def close(self) -> None:
-        """After the errands that it has; does not wait for them."""
+        """Ends after the errands that it has; they are waited for, but not for a lost worker."""
         self._errands.put(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         while (given := self._errands.get()) is not None:

@@ -35,7 +35,7 @@ _PHRASES = {
     Verb.REDUCTION: "the end of backward",
     Verb.GATHER: "gathering all rows of {subject!r}",
     Verb.MEETING: "{subject}",
-    Verb.DETOUR: "a lookup of {subject!r} that was not foreseen (number {ordinal})",
+    Verb.DETOUR: "a lookup of {subject!r} with other ids than foreseen (number {ordinal})",
 }
 
 

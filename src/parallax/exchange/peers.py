@@ -1,16 +1,10 @@
-"""The other workers: groups, headers that show who is in which operation, waits that end.
-
-[Note: detour] Lookups that were foreseen on all workers need no header. If on one of them the ids
-are others than foreseen, it asks all the same: its header meets those of the others' next
-operation, whatever that is. They serve it, and begin theirs again. No row changes meanwhile,
-because every update needs all workers.
-"""
+"""The other workers: groups, headers that show who is in which operation, waits that end."""
 
 from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +19,7 @@ from parallax.errors import (
     WorkerLostError,
 )
 from parallax.exchange.board import Board
+from parallax.exchange.detour import Detours
 from parallax.exchange.header import (
     FIRST_ROOM,
     NO_FAULT,
@@ -65,6 +60,7 @@ class Peers:
         ahead: dist.ProcessGroup | None = None,
         control_ahead: dist.ProcessGroup | None = None,
         board: Board | None = None,
+        detours: Detours | None = None,
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
@@ -75,9 +71,8 @@ class Peers:
         self._control = control
         self._lanes = {Lane.ROWS: rows, Lane.AHEAD: ahead}
         self._control_ahead = control_ahead
-        self.serve: Callable[[str, Tensor], Tensor] = lambda subject, places: places
-        """Rows of a table that this worker owns, by their places."""
         self._board = board
+        self.detours = detours
         self._ordinals: dict[tuple[Verb, str], int] = {}
         self._numbers: dict[str, int] = {}
         self._room = FIRST_ROOM
@@ -133,53 +128,18 @@ class Peers:
         subject = self._numbers[operation.subject]
         where = (operation.verb, subject, operation.ordinal, operation.step)
         ids = ids.to(torch.int32)
+        sent = self.layout.pack(where, fault, counts, flags, ids.cpu(), self._room)
         with self.waiting(operation):
-            while True:
-                sent = self.layout.pack(where, fault, counts, flags, ids.cpu(), self._room)
-                messages = self._swapped(sent)
-                words = self.layout.words(messages)
-                if not any(row[0] == Verb.DETOUR for row in words):
-                    break
-                self._detoured(words, messages, [0] * self.num_workers, ids)
+            messages = self._swapped(sent)
+            words = self.layout.words(messages)
             self._check_together(operation, words)
             return self._answer(operation, counts, ids, messages, words)
 
-    def detour(self, operation: Operation, counts: Sequence[int], ids: Tensor) -> Tensor:
-        """Pull rows while the others do not expect it. See [Note: detour]."""
-        where = (operation.verb, self._numbers[operation.subject], operation.ordinal, self.step)
-        ids = ids.to(torch.int32)
-        sent = self.layout.pack(
-            where, NO_FAULT, [[count] for count in counts], (), ids.cpu(), self._room
-        )
+    def detour(self, operation: Operation, counts: Sequence[int], places: Tensor) -> Tensor:
+        """Pull rows while the others do not expect it. See [Note: detour] in detour.py."""
+        assert self.detours is not None
         with self.waiting(operation):
-            messages = self._swapped(sent)
-            return self._detoured(self.layout.words(messages), messages, counts, ids)
-
-    def _detoured(
-        self, words: list[list[int]], messages: Tensor, counts: Sequence[int], ids: Tensor
-    ) -> Tensor:
-        """Serve the workers that are on a detour; give the rows that this one asked for."""
-        subjects = [row[1] if row[0] == Verb.DETOUR else -1 for row in words]
-        asked = [
-            row[7] if subject >= 0 else 0 for row, subject in zip(words, subjects, strict=True)
-        ]
-        if max(row[6] for row, s in zip(words, subjects, strict=True) if s >= 0) <= self._room:
-            places = self.layout.ids(messages, asked).to(ids.device)
-        else:
-            places = self.exchange(ids[: sum(counts)], counts, asked)
-        mine = ids.new_empty(0)
-        by_worker = places.long().split(asked)
-        for subject in sorted({subject for subject in subjects if subject >= 0}):
-            name = list(self._numbers)[subject]
-            here = [
-                p[: len(p) if s == subject else 0] for p, s in zip(by_worker, subjects, strict=True)
-            ]
-            rows = self.serve(name, torch.cat(here))
-            is_mine = subjects[self.rank] == subject
-            wanted = list(counts) if is_mine else [0] * self.num_workers
-            found = self.exchange(rows, [len(p) for p in here], wanted)
-            mine = found if is_mine else mine
-        return mine
+            return self.detours.ask(operation.subject, counts, places)
 
     def _answer(
         self,
@@ -320,7 +280,7 @@ class Peers:
         finally:
             self._board.leave()
 
-    def report(self, error: IndexError) -> None:
+    def report(self, error: IndexError | TypeError) -> None:
         """Have the others raise this error too, when their waits for this worker break."""
         if self._board is not None:
             self._board.fail(str(error))
