@@ -1,9 +1,10 @@
 """Engines that train the same workload on the same hosts, in turns: A B C A B C …
 
 Every engine's workers are up at the same time, and stopped while another takes its turn, so a slow
-minute of the machine slows all of them, and nothing of an engine runs in another's turn. Links get
-their rate when all are ready: what happens before the first step is not what is compared. Engines
-whose memory does not suffice together sit at several tables (`sittings`), Parallax at each.
+minute of the machine slows all of them, and no process of an engine runs in another's turn; what it
+left on the links has arrived before it is stopped. Links get their rate when all are ready: what
+happens before the first step is not what is compared. Engines whose memory does not suffice
+together sit at several tables (`sittings`), Parallax at each.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crew import Crew, CrewError, Turn
+from benchmarks.crew import LOGS, Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
 from benchmarks.loopback import Loopback
+from benchmarks.memory import available_bytes
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import Workload, by_name
 
-WARM_UP_STEPS = 3
+WARM_UP_STEPS = 4
+"""After which losses are compared; Parallax foresees lookups from the third step on."""
+MAX_STEPS = 100
+"""Of a turn."""
 FIRST_PORT = 29_500
+SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 PROCESS_BYTES = 350e6
 """Of a worker before it has a model."""
+MEMORY_PART = 0.9
+"""Of what is free; estimates are not exact, and the machine needs some itself."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class Setting:
     repetitions: int = 5
     turn_seconds: float = 2.0
     """How long a turn should be; never less than two steps."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Engines that do not take part, and why."""
 
     @property
     def name(self) -> str:
@@ -55,7 +65,7 @@ class Setting:
         where = f"hosts × {self.rate}" if self.rate else "workers on one machine"
         return f"{self.workload}, {self.num_hosts} {where}, {compute}"
 
-    def hosts(self) -> Any:
+    def hosts(self) -> Testbed | Loopback:
         """Not yet up, and without their rate."""
         if self.rate is None:
             return Loopback(self.num_hosts)
@@ -78,6 +88,8 @@ class Result:
     turns: list[Turn] = field(default_factory=list)
     absent: str | None = None
     """Why there are none."""
+    loss: float | None = None
+    """After the same steps in every engine: those of the warm-up."""
 
 
 @dataclass
@@ -107,23 +119,43 @@ def _result(turns: list[dict[str, Any]], **facts: Any) -> Result:
 def hold(setting: Setting, progress: Callable[[str], None]) -> Contest:
     """Bring up hosts and engines, let them take their turns, and take all down."""
     started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
-    absent = [Result(name, absent=ENGINES[name].missing) for name in setting.engines]
-    absent = [result for result in absent if result.absent]
-    present = [name for name in setting.engines if ENGINES[name].missing is None]
-    workload = by_name(setting.workload)
+    workload, free = by_name(setting.workload), available_bytes()
+    reasons = {**setting.left_out, **_reasons(setting, workload, free)}
+    absent = [Result(name, absent=why) for name, why in reasons.items()]
+    present = [name for name in setting.engines if name not in reasons]
     sittings = [
         _sit(setting, names, progress)
-        for names in sittings_of(present, workload, setting.num_hosts, _available_bytes())
+        for names in sittings_of(present, workload, setting.num_hosts, free)
     ]
     return Contest(setting, [*sittings, absent] if absent else sittings, started, machine())
 
 
+def _reasons(setting: Setting, workload: Workload, free_bytes: float) -> dict[str, str]:
+    """Why engines of the setting cannot take part here."""
+    missing = {name: ENGINES[name].missing for name in setting.engines}
+    large = too_large(list(setting.engines), workload, setting.num_hosts, free_bytes)
+    return {**large, **{name: why for name, why in missing.items() if why is not None}}
+
+
+def too_large(
+    engines: list[str], workload: Workload, num_hosts: int, free_bytes: float
+) -> dict[str, str]:
+    """Engines for which memory does not suffice even without the other peers."""
+    ours = _needed_bytes(ENGINES[OURS], workload, num_hosts)
+    needed = {name: ours + _needed_bytes(ENGINES[name], workload, num_hosts) for name in engines}
+    return {
+        name: f"needs {size / 1e9:.0f} GB beside Parallax, {free_bytes / 1e9:.0f} are free"
+        for name, size in needed.items()
+        if name != OURS and size > MEMORY_PART * free_bytes
+    }
+
+
 def sittings_of(
-    engines: list[str], workload: Workload, num_hosts: int, available_bytes: float
+    engines: list[str], workload: Workload, num_hosts: int, free_bytes: float
 ) -> list[list[str]]:
     """Engines by turns that fit into memory together; Parallax is in each, `alone` in the first."""
     needed = {name: _needed_bytes(ENGINES[name], workload, num_hosts) for name in engines}
-    budget = 0.9 * available_bytes - needed[OURS]
+    budget = MEMORY_PART * free_bytes - needed[OURS]
     tables: list[list[str]] = [[]]
     left = budget
     for name in sorted((name for name in engines if name != OURS), key=lambda name: name != ALONE):
@@ -139,7 +171,8 @@ def _needed_bytes(engine: Engine, workload: Workload, num_hosts: int) -> float:
     """The tables, Adagrad's state, and a dense gradient's bytes and bucket."""
     copies = num_hosts if engine.replicates else 1
     times = 4 if engine.options.get("sparse") is False else 2
-    return copies * times * workload.table_bytes + num_hosts * PROCESS_BYTES
+    processes = num_hosts * engine.num_processes
+    return copies * times * workload.table_bytes + processes * PROCESS_BYTES
 
 
 def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) -> list[Result]:
@@ -150,59 +183,60 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
         crews: dict[str, Crew] = {}
         for place, result in enumerate(results):  # One after the other: starting takes memory.
             progress(f"{setting.name}: starting {ENGINES[result.engine].title}")
-            crew = Crew(bed, ENGINES[result.engine], about, FIRST_PORT + place)
-            stack.callback(crew.close)
+            crew = Crew(bed, ENGINES[result.engine], about, LOGS / setting.name)
+            crews[result.engine] = stack.enter_context(crew)
             with _absent_if_failing(result):
-                crew.wait_ready()
+                crew.start(FIRST_PORT + place)
                 result.versions = crew.versions
-                crew.pause()
-                crews[result.engine] = crew
         if setting.rate is not None:
-            for host in bed.hosts:
-                bed.shape(host, setting.rate)
-        _take_turns(setting, results, crews, progress)
+            set_links(bed, setting.rate)
+        _rehearse(setting, results, crews)
+        for repetition in range(setting.repetitions):
+            progress(f"{setting.name}: turn {repetition + 1} of {setting.repetitions}")
+            for result in _taking_part(results):
+                with _absent_if_failing(result):
+                    result.turns.append(crews[result.engine].take_turn(result.num_steps))
     return results
 
 
-def _take_turns(
-    setting: Setting,
-    results: list[Result],
-    crews: dict[str, Crew],
-    progress: Callable[[str], None],
-) -> None:
+def set_links(bed: Any, rate: str) -> None:
+    for host in bed.hosts:
+        # Or connections would start slowly after every pause, which only turns bring about.
+        bed.run(["sh", "-c", f"echo 0 > {SLOW_START}"], host).check_returncode()
+        bed.shape(host, rate)
+
+
+def _rehearse(setting: Setting, results: list[Result], crews: dict[str, Crew]) -> None:
+    """A few steps, which lay things out, then a whole round of turns that nobody counts."""
     for result in _taking_part(results):
         with _absent_if_failing(result):
-            crews[result.engine].take_turn(1)  # The first step lays things out.
-            seconds = crews[result.engine].take_turn(WARM_UP_STEPS - 1).seconds
-            result.num_steps = min(max(round(setting.turn_seconds / seconds), 2), 100)
-    for repetition in range(setting.repetitions):
-        progress(f"{setting.name}: turn {repetition + 1} of {setting.repetitions}")
-        for result in _taking_part(results):
-            with _absent_if_failing(result):
-                result.turns.append(crews[result.engine].take_turn(result.num_steps))
+            crews[result.engine].take_turn(1)
+            turn = crews[result.engine].take_turn(WARM_UP_STEPS - 1)
+            result.loss = turn.loss
+            result.num_steps = _num_steps(setting, turn)
+    for result in _taking_part(results):
+        with _absent_if_failing(result):
+            turn = crews[result.engine].take_turn(result.num_steps)
+            result.num_steps = _num_steps(setting, turn)
+
+
+def _num_steps(setting: Setting, turn: Turn) -> int:
+    return min(max(round(setting.turn_seconds / turn.seconds), 2), MAX_STEPS)
 
 
 def _taking_part(results: list[Result]) -> Iterator[Result]:
     return (result for result in results if result.absent is None)
 
 
-class _absent_if_failing:
+@contextmanager
+def _absent_if_failing(result: Result) -> Iterator[None]:
     """An engine that fails is named as such, and the others go on; Parallax may not fail."""
-
-    def __init__(self, result: Result) -> None:
-        self._result = result
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, CrewError) or self._result.engine == OURS:
-            return False
-        self._result.absent = str(error)
-        return True
-
-
-def _available_bytes() -> float:
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        yield
+    except CrewError as error:
+        if result.engine == OURS:
+            raise
+        result.absent = str(error)
 
 
 def machine() -> str:

@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.contest import FIRST_PORT, machine
-from benchmarks.crew import Crew
+from benchmarks.contest import FIRST_PORT, machine, set_links
+from benchmarks.crew import LOGS, Crew
 from benchmarks.engines import Engine
 from benchmarks.testbed import Testbed
 
@@ -81,12 +81,9 @@ def run(race: Race, progress: Callable[[str], None]) -> Outcome:
         bed = stack.enter_context(Testbed(race.num_hosts, ssh="off"))
         crews = {}
         for place, (name, engine) in enumerate(ENGINES.items()):
-            crews[name] = Crew(bed, engine, about, FIRST_PORT + place)
-            stack.callback(crews[name].close)
-            crews[name].wait_ready()
-            crews[name].pause()
-        for host in bed.hosts:
-            bed.shape(host, race.rate)
+            crews[name] = stack.enter_context(Crew(bed, engine, about, LOGS / "convergence"))
+            crews[name].start(FIRST_PORT + place)
+        set_links(bed, race.rate)
         while not all(track.is_over(race) for track in tracks.values()):
             for name, track in tracks.items():
                 if not track.is_over(race):

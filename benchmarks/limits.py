@@ -7,10 +7,9 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.workloads import Table, Workload
+from benchmarks.workloads.workload import POOL
 from parallax import cost
 
-POOL_STEPS = 8
-"""Steps whose batches are looked at."""
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -36,9 +35,7 @@ def limit_seconds(compute_seconds: float, wire_bytes: float, rate: str | None) -
 def formula_bytes(workload: Workload, num_workers: int) -> float:
     """What a worker sends if every parameter takes the route of the fewest bytes."""
     layers = sum(parameter.numel() for parameter in workload.layers().parameters())
-    batches = [
-        workload.batch(step, rank) for step in range(POOL_STEPS) for rank in range(num_workers)
-    ]
+    batches = [workload.batch(step, rank) for step in range(POOL) for rank in range(num_workers)]
     tables = 0.0
     for place, table in enumerate(workload.tables):
         rows = mean(len(np.unique(batch.ids[place])) for batch in batches)

@@ -4,8 +4,7 @@
 
 Lines of JSON on standard input and output: it says that it is ready and with which versions; for
 every `{"steps": 8}` it trains, and answers with what that took. It ends when its input does. What
-an engine prints goes to standard error. Its children belong to its process group, so that all of
-them can be stopped while others take their turns.
+an engine prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import time
 import traceback
 from typing import Any
 
-from benchmarks.engines.task import Task, Turn
+from benchmarks.engines.task import Task, Trainer
 
 
 def main(engine: str, about: str) -> None:
-    os.setpgid(0, 0)
     say = _take_output()
     try:
         packages, facts = _parse(about)
@@ -41,7 +39,7 @@ def main(engine: str, about: str) -> None:
         os._exit(0)
 
 
-def _timed(task: Task, turn: Turn, num_steps: int) -> dict[str, Any]:
+def _timed(task: Task, turn: Trainer, num_steps: int) -> dict[str, Any]:
     task.seconds.clear()
     start, cpu = time.perf_counter(), time.process_time()
     loss = turn(num_steps)

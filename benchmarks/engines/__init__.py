@@ -29,6 +29,10 @@ class Engine:
     replicates: bool = True
     """Whether each worker has all rows of the tables."""
     is_synchronous: bool = True
+    waits_in_update: bool = False
+    """Whether its update also waits for the exchange, so that the span says little."""
+    num_processes: int = 1
+    """Of a worker."""
 
     @property
     def python(self) -> Path:
@@ -50,7 +54,13 @@ ENGINES = {
     OURS: Engine("Parallax", "parallax", replicates=False),
     "ddp-sparse": Engine("DDP sparse", "ddp", {"sparse": True}),
     "ddp-dense": Engine("DDP dense", "ddp", {"sparse": False}),
-    "horovod": Engine("Horovod", "horovod", environment="horovod", packages=("torch", "horovod")),
+    "horovod": Engine(
+        "Horovod",
+        "horovod",
+        environment="horovod",
+        packages=("torch", "horovod"),
+        waits_in_update=True,
+    ),
     "torchrec": Engine(
         "TorchRec row-wise",
         "torchrec",
@@ -77,6 +87,7 @@ ENGINES = {
         packages=("tensorflow-cpu",),
         replicates=False,
         is_synchronous=False,
+        num_processes=3,
     ),
     ALONE: Engine("no exchange", "alone"),
 }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.engines.task import Task, Turn, train
+from benchmarks.engines.task import Task, Trainer, train
 
 
-def start(task: Task) -> Turn:
+def start(task: Task) -> Trainer:
     model = task.model(sparse=True)
     return train(task, model, task.adagrad(model.parameters()))

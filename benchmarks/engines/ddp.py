@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.engines.task import Task, Turn, train
+from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer, train
 
 
-def start(task: Task) -> Turn:
-    dist.init_process_group("gloo")
+def start(task: Task) -> Trainer:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     model = task.model(sparse=task.options["sparse"])
     optimizer = task.adagrad(model.parameters())
     # Its documentation's way to save a copy of every gradient.

@@ -8,35 +8,23 @@ gradients. Its mean over the workers, its precision and its buckets are the defa
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 # Or it chooses by what is installed.
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 
-from benchmarks.engines.task import Task, Turn
+from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer, loop
 
 
-def start(task: Task) -> Turn:
-    deepspeed.init_distributed(dist_backend="gloo")
+def start(task: Task) -> Trainer:
+    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     model = task.model(sparse=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=task.adagrad(model.parameters()), config=_config(task)
     )
-    data = task.batches()
-
-    def turn(num_steps: int) -> float:
-        for _ in range(num_steps):
-            ids, others = next(data)
-            with task.span("forward"):
-                loss = engine(ids, others)
-            with task.span("backward"):
-                engine.backward(loss)
-            with task.span("update"):
-                engine.step()
-        return float(loss.detach())
-
-    return turn
+    return loop(task, engine, engine.backward, engine.step, task.batches())
 
 
 def _config(task: Task) -> dict[str, object]:

@@ -15,10 +15,10 @@ from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 from torch.distributed import TCPStore
 
-from benchmarks.engines.task import Task, Turn, train
+from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer, train
 
 
-def start(task: Task) -> Turn:
+def start(task: Task) -> Trainer:
     _meet(task)
     model = task.model(sparse=True)
     plain = task.adagrad(model.parameters())
@@ -44,5 +44,5 @@ def _meet(task: Task) -> None:
     os.environ.update(create_slot_env_vars(slots[task.rank]))
     os.environ.update({name: str(value) for name, value in run.items()})
     # Its 30 seconds would pass while other engines take their turns.
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "3600"
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = f"{PATIENCE_SECONDS:.0f}"
     hvd.init()

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 import parallax
-from benchmarks.engines.task import Task, Turn, train
-from benchmarks.workloads.model import POOL, tensors_of
+from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer, train
+from benchmarks.workloads.model import tensors_of
+from benchmarks.workloads.workload import POOL, TILE_ROWS, Table
 
 
-def start(task: Task) -> Turn:
-    model = task.model(sparse=False)
+def start(task: Task) -> Trainer:
+    # On `meta` no worker ever has a whole table; all of them at once would not fit into memory.
+    model = task.model(sparse=False, device="meta")
     optimizer = task.adagrad(model.parameters())
-    session = parallax.parallelize(model, optimizer)
-    tables = {f"tables.{place}.weight" for place in range(len(task.workload.tables))}
+    tables = {
+        f"tables.{place}.weight": start_rows(table)
+        for place, table in enumerate(task.workload.tables)
+    }
+    session = parallax.parallelize(model, optimizer, init=tables, timeout_seconds=PATIENCE_SECONDS)
     turn = train(task, model, optimizer, _batches(task, session))
 
     def profiled(num_steps: int) -> float:
@@ -30,6 +37,16 @@ def start(task: Task) -> Turn:
         return loss
 
     return profiled
+
+
+def start_rows(table: Table) -> Any:
+    """The rows of these ids as training begins, as `Config.init` wants them."""
+    tile = torch.from_numpy(table.start(0, TILE_ROWS))
+
+    def fill(ids: Tensor, row_shape: torch.Size, dtype: torch.dtype, seed: int) -> Tensor:
+        return tile[ids % TILE_ROWS].to(dtype)
+
+    return fill
 
 
 def _batches(task: Task, session: parallax.Session) -> Iterator[Any]:

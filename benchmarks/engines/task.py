@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     from benchmarks.workloads.model import Model
 
-Turn = Callable[[int], float]
+Trainer = Callable[[int], float]
 """Takes so many steps and returns the last one's loss."""
+PATIENCE_SECONDS = 3600.0
+"""How long workers wait for each other. The clock runs on while others have their turns."""
 
 
 @dataclass
@@ -42,10 +44,11 @@ class Task:
 
         return make_layers(self.workload, emulated=self.is_emulated)
 
-    def model(self, *, sparse: bool) -> Model:
+    def model(self, *, sparse: bool, device: str = "cpu") -> Model:
+        """`device` is that of the tables."""
         from benchmarks.workloads.model import Model
 
-        return Model(self.workload, self.layers(), sparse=sparse)
+        return Model(self.workload, self.layers(), sparse=sparse, device=device)
 
     def adagrad(self, parameters: Any) -> Any:
         import torch
@@ -70,21 +73,37 @@ class Task:
 
 def train(
     task: Task, model: nn.Module, optimizer: Any, batches: Iterator[Any] | None = None
-) -> Turn:
+) -> Trainer:
     """The loop of an ordinary script."""
-    data = batches or task.batches()
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return loop(task, model, lambda loss: loss.backward(), update, batches or task.batches())
+
+
+def loop(
+    task: Task,
+    forward: Callable[..., Tensor],
+    backward: Callable[[Tensor], object],
+    update: Callable[[], object],
+    batches: Iterator[Any],
+) -> Trainer:
+    """A step ends with the next batch: what an engine does for it belongs to this turn."""
+    ids, others = next(batches)
 
     def turn(num_steps: int) -> float:
+        nonlocal ids, others
         for _ in range(num_steps):
-            with task.span("batch"):
-                ids, others = next(data)
             with task.span("forward"):
-                loss = model(ids, others)
+                loss = forward(ids, others)
             with task.span("backward"):
-                loss.backward()
+                backward(loss)
             with task.span("update"):
-                optimizer.step()
-                optimizer.zero_grad()
+                update()
+            with task.span("batch"):
+                ids, others = next(batches)
         return float(loss.detach())
 
     return turn

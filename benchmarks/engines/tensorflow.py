@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.workloads import Workload
+from benchmarks.workloads.workload import POOL
 
 if TYPE_CHECKING:
-    from benchmarks.engines.task import Task, Turn
+    from benchmarks.engines.task import Task, Trainer
 
 JOB_PORTS = {"chief": 0, "worker": 1000, "ps": 2000}
 """Beyond the master's."""
@@ -42,7 +43,7 @@ os.environ["GRPC_FAIL_FAST"] = "use_caller"  # The tutorial's: wait for servers 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 
-def start(task: Task) -> Turn:
+def start(task: Task) -> Trainer:
     servers = [_popen_server(job, task.rank) for job in ("worker", "ps")]
     turn = _follow() if task.rank else _lead(task)
     turn.servers = servers  # type: ignore[attr-defined]  # They end with what holds their input.
@@ -80,7 +81,7 @@ def _cluster() -> Any:
     )
 
 
-def _follow() -> Turn:
+def _follow() -> Trainer:
     """The other hosts' processes wait for the coordinator, and learn the loss of it."""
     connection = _connect()
     return lambda num_steps: connection.recv()
@@ -98,7 +99,7 @@ def _connect() -> Connection[Any, Any]:
             time.sleep(0.1)
 
 
-def _lead(task: Task) -> Turn:
+def _lead(task: Task) -> Trainer:
     import tensorflow as tf
     from tensorflow.python.eager import context
 
@@ -239,8 +240,6 @@ def _batches(task: Task, coordinator: Any, orders: list[Any]) -> Any:
 
 
 def _pool(workload: Workload, rank: int, orders: list[Any]) -> tuple[Any, Any]:
-    from benchmarks.workloads.model import POOL
-
     batches = [workload.batch(step, rank) for step in range(POOL)]
     ids = zip(*(batch.ids for batch in batches), strict=True)
     others = zip(*(batch.others for batch in batches), strict=True)

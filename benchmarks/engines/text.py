@@ -5,7 +5,7 @@ Start, batches and candidates are the same, so the perplexities are too, but for
 
 from __future__ import annotations
 
-from itertools import count
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallax
-from benchmarks.engines.task import Task, Turn
-from benchmarks.workloads.text import Text
+from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer
+from benchmarks.workloads.text import Text, endless
 
 
-def start(task: Task) -> Turn:
+def start(task: Task) -> Trainer:
     text = task.workload
     assert isinstance(text, Text)
     is_ours = task.options["engine"] == "parallax"
@@ -25,18 +25,21 @@ def start(task: Task) -> Turn:
     optimizer = task.adagrad(model.parameters())
     trained: nn.Module = model
     if is_ours:
-        parallax.parallelize(model, optimizer)
+        session = parallax.parallelize(model, optimizer, timeout_seconds=PATIENCE_SECONDS)
+        data = endless(session.shard(text.loader()))
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        data = text.batches(task.rank, task.num_workers)
     torch.manual_seed(1 + task.rank)  # Each worker draws its own candidates.
-    steps = count()
+    batch = next(data)
 
     def turn(num_steps: int) -> float:
+        nonlocal batch
         with task.span("train"):
             for _ in range(num_steps):
-                windows = text.share(next(steps), task.rank, task.num_workers)
-                text.step(trained, model, optimizer, windows)
+                text.step(trained, model, optimizer, batch)
+                batch = next(data)
         return float(model.perplexity(text.held_out))
 
     return turn

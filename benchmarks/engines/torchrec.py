@@ -20,6 +20,7 @@ while this one computes. What is not the default:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import cycle, islice
 from typing import Any
 
@@ -45,17 +46,16 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.streamable import Pipelineable
 
-from benchmarks.engines.task import Task, Turn
+from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer
 from benchmarks.workloads import Table
-from benchmarks.workloads.model import POOL
-from benchmarks.workloads.workload import TILE_ROWS
+from benchmarks.workloads.workload import POOL, TILE_ROWS
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TORCH_EPSILON = 1e-10
 
 
-def start(task: Task) -> Turn:
-    dist.init_process_group("gloo")
+def start(task: Task) -> Trainer:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_SECONDS))
     model = _distribute(task, Model(task))
     _set_start(task, model)
     layers = dict(in_backward_optimizer_filter(model.named_parameters()))

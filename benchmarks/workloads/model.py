@@ -10,21 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads.workload import Batch, Workload
+from benchmarks.workloads.workload import POOL, Batch, Table, Workload
 
-POOL = 32
-"""Different batches of a worker; after these the first comes again."""
+
+class Rows(nn.Embedding):
+    """A table as torch has them; on `meta` it is empty until `reset_parameters`."""
+
+    def __init__(self, table: Table, *, sparse: bool, device: str) -> None:
+        is_meta = device == "meta"
+        self.table = table  # Before the base, which calls `reset_parameters`.
+        super().__init__(
+            table.num_rows,
+            table.width,
+            sparse=sparse,
+            device=device if is_meta else None,
+            _weight=None if is_meta else torch.from_numpy(table.start()),
+        )
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            with torch.no_grad():
+                self.weight.copy_(torch.from_numpy(self.table.start()))
 
 
 class Model(nn.Module):
-    """Tables as torch's own `nn.Embedding`, and the layers behind them."""
+    """Tables and the layers behind them."""
 
-    def __init__(self, workload: Workload, layers: nn.Module, *, sparse: bool) -> None:
+    def __init__(
+        self, workload: Workload, layers: nn.Module, *, sparse: bool, device: str = "cpu"
+    ) -> None:
         super().__init__()
-        self.tables = nn.ModuleList()
-        for table in workload.tables:
-            start = torch.from_numpy(table.start())
-            self.tables.append(nn.Embedding.from_pretrained(start, freeze=False, sparse=sparse))
+        self.tables = nn.ModuleList(
+            Rows(table, sparse=sparse, device=device) for table in workload.tables
+        )
         self.layers = layers
 
     def forward(self, ids: list[Tensor], others: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from benchmarks.workloads.workload import Workload
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_WORDS, WIDTH, HIDDEN, NUM_SAMPLES = 50_000, 256, 128, 1024
@@ -20,7 +22,9 @@ class Text(Workload):
     """Windows of the text in one shuffled order; a step takes the next ones for each worker."""
 
     name = "text"
-    samples = (WINDOWS * WINDOW, "words")
+
+    windows: Tensor
+    held_out: Tensor
 
     def __init__(self) -> None:
         sys.path.insert(0, str(ROOT / "examples"))
@@ -43,19 +47,33 @@ class Text(Workload):
         torch.manual_seed(0)
         return LanguageModel(self.read(), WIDTH, HIDDEN, NUM_SAMPLES, sparse=sparse)
 
-    def share(self, step: int, rank: int, num_workers: int) -> Tensor:
-        first = (step * num_workers + rank) * WINDOWS
-        places = range(first, first + WINDOWS)
-        return self.windows[[place % len(self.windows) for place in places]]
+    def loader(self) -> DataLoader[Any]:
+        """A worker's batches if it is the only one; in order, as they were shuffled by `read`."""
+        import torch
+        from torch.utils.data import DataLoader, TensorDataset
 
-    def step(self, trained: nn.Module, model: Any, optimizer: Any, windows: Tensor) -> None:
+        # With a generator of its own it draws nothing from that of the candidates.
+        draws = torch.Generator()
+        return DataLoader(TensorDataset(self.windows), WINDOWS, drop_last=True, generator=draws)
+
+    def batches(self, rank: int, num_workers: int) -> Iterator[Any]:
+        """What `session.shard(loader)` gives a worker, cut by hand."""
+        while True:
+            for step in range(len(self.windows) // (WINDOWS * num_workers)):
+                first = (step * num_workers + rank) * WINDOWS
+                yield [self.windows[first : first + WINDOWS]]
+
+    def step(self, trained: nn.Module, model: Any, optimizer: Any, batch: Any) -> None:
         """As the example does it."""
         from lm1b import train
 
-        train(trained, model.lstm, optimizer, [(windows,)])
+        train(trained, model.lstm, optimizer, [batch])
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
 
 
 def make(variant: str) -> Workload:
-    if variant:
-        raise ValueError(f"workload 'text-{variant}': there is text")
     return Text()

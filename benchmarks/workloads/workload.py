@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from torch import nn
 
+POOL = 32
+"""Different batches of a worker; after these the first comes again."""
 TILE_ROWS = 1009
 """Tables repeat this many rows: as good as any others to time, and a shard is made alone."""
 
