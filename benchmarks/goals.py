@@ -56,7 +56,7 @@ def reached(goal: Goal, contest: Contest) -> float | None:
     figures: dict[str, Figure] = {each.engine: each for each in figures_of(contest)}
     ours = figures[OURS]
     if goal.against == "limit":
-        return ours.seconds / ours.limit
+        return None if ours.is_wire_only else ours.seconds / ours.limit
     if goal.against == "formula":
         workload = by_name(contest.setting.workload)
         return ours.wire_bytes / formula_bytes(workload, contest.setting.num_hosts)

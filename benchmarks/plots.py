@@ -26,14 +26,14 @@ def draw(contests: list[Contest], folder: Path) -> list[Path]:
     """Every picture that these contests have the figures for."""
     scaled = [c for c in contests if not c.setting.workload.startswith("sparsity")]
     swept = [c for c in contests if c.setting.workload.startswith("sparsity")]
-    drawn = [
-        _save(_against_workers(scaled, _throughput, "{unit} a second"), folder / "throughput.png"),
-        _save(_against_workers(scaled, _megabytes, "MB a host and step"), folder / "bytes.png"),
-        _save(_splits(scaled), folder / "split.png"),
-    ]
+    pictures = {}
+    if scaled:
+        pictures["throughput"] = _against_workers(scaled, _throughput, "{unit} a second")
+        pictures["bytes"] = _against_workers(scaled, _megabytes, "MB a host and step")
+        pictures["split"] = _splits(scaled)
     if swept:
-        drawn.append(_save(_sweep(swept), folder / "sparsity.png"))
-    return drawn
+        pictures["sparsity"] = _sweep(swept)
+    return [_save(picture, folder / f"{name}.png") for name, picture in pictures.items()]
 
 
 def draw_convergence(outcome: Outcome, folder: Path) -> Path:
@@ -84,8 +84,11 @@ def _limit_line(axes: Axes, members: list[Contest], value: Any) -> None:
     points = []
     for contest in members:
         ours = next(each for each in figures_of(contest) if each.engine == OURS)
-        points.append((contest.setting.num_hosts, contest.setting.num_samples / ours.limit))
-    axes.plot(*zip(*sorted(points), strict=True), ls="--", color="black", label="Parallax's limit")
+        if ours.limit > 0:
+            points.append((contest.setting.num_hosts, contest.setting.num_samples / ours.limit))
+    if points:
+        where = zip(*sorted(points), strict=True)
+        axes.plot(*where, ls="--", color="black", label="Parallax's limit")
 
 
 def _splits(contests: list[Contest]) -> Picture:

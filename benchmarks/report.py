@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from benchmarks.contest import Contest
+import math
+
+from benchmarks.contest import WARM_UP_STEPS, Contest, Setting
 from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.figures import Figure, absent_of, figures_of
 from benchmarks.goals import goals_table
 from benchmarks.limits import formula_bytes
 from benchmarks.workloads import by_name
+
+LOSS_TOLERANCE = 1e-3
+"""Relative; synchronous engines differ by rounding only."""
 
 
 def report(contests: list[Contest]) -> str:
@@ -21,19 +26,37 @@ def report(contests: list[Contest]) -> str:
 def table(contest: Contest) -> str:
     setting = contest.setting
     workload = by_name(setting.workload)
-    lines = [
-        f"| engine | step, median [min–max] | Parallax = 1 | limit | step ÷ limit "
-        f"| MB a host | CPU a worker | {workload.samples[1]}/s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for each in figures_of(contest):
-        lines.append(_line(each, setting.num_samples))
-    text = "\n".join(lines)
+    columns = ["engine", "step, median [min–max]", "Parallax = 1", "limit", "step ÷ limit"]
+    columns += ["MB a host", "CPU a worker", f"{workload.samples[1]}/s"]
+    if not setting.is_emulated:  # There all gradients are constants, and losses nothing.
+        columns.append(f"loss after {WARM_UP_STEPS} steps")
+    figures = figures_of(contest)
+    lines = [columns, ["---"] * len(columns)]
+    lines += [_line(each, setting)[: len(columns)] for each in figures]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines).replace(" --- ", "---")
     expected = formula_bytes(workload, setting.num_hosts) / 1e6
     text += f"\n\n{_note(contest)} Parallax's formula gives {expected:,.2f} MB."
     for name, why in absent_of(contest).items():
         text += f"\n- {ENGINES[name].title} is left out: {why}"
-    return f"{text}\n\n{profile(figures_of(contest))}"
+    if not setting.is_emulated:
+        text += "".join(f"\n- {line}" for line in _astray(figures))
+    return f"{text}\n\n{profile(figures)}"
+
+
+def _astray(figures: list[Figure]) -> list[str]:
+    """Engines that should have Parallax's loss and have another."""
+    ours = next(each for each in figures if each.engine == OURS)
+    return [
+        f"**{each.title} has another loss than Parallax: it does not train the same.**"
+        for each in figures
+        if each.engine != ALONE
+        and ENGINES[each.engine].is_synchronous
+        and not math.isclose(_loss(each), _loss(ours), rel_tol=LOSS_TOLERANCE)
+    ]
+
+
+def _loss(each: Figure) -> float:
+    return math.nan if each.loss is None else each.loss
 
 
 def profile(figures: list[Figure]) -> str:
@@ -46,16 +69,25 @@ def profile(figures: list[Figure]) -> str:
     return "\n".join(["ms of a step, by the first worker's clock:", *lines])
 
 
-def _line(each: Figure, samples: int) -> str:
+def _line(each: Figure, setting: Setting) -> list[str]:
     milliseconds = f"{1e3 * each.seconds:,.1f} ms"
     spread = f"[{1e3 * each.fastest:,.1f}–{1e3 * each.slowest:,.1f}]"
-    limit = "–" if each.engine == ALONE else f"{1e3 * each.limit:,.1f} ms"
-    times = "–" if each.engine == ALONE else f"{each.seconds / each.limit:.2f}"
+    limit = times = "–"
+    if each.engine != ALONE and each.limit > 0:
+        limit = f"{1e3 * each.limit:,.1f} ms{' (wire only)' * each.is_wire_only}"
+        times = f"{each.seconds / each.limit:.2f}"
     cpu = f"{1e3 * each.cpu_seconds:,.1f} ms" if ENGINES[each.engine].is_synchronous else "–"
-    return (
-        f"| {each.title} | {milliseconds} {spread} | {each.ratio:.2f} × | {limit} | {times} "
-        f"| {each.wire_bytes / 1e6:,.2f} | {cpu} | {samples / each.seconds:,.0f} |"
-    )
+    return [
+        each.title,
+        f"{milliseconds} {spread}",
+        f"{each.ratio:.2f} ×",
+        limit,
+        times,
+        f"{each.wire_bytes / 1e6:,.2f}",
+        cpu,
+        f"{setting.num_samples / each.seconds:,.0f}",
+        f"{_loss(each):.5g}",
+    ]
 
 
 def _note(contest: Contest) -> str:

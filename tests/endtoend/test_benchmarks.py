@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks.contest import Contest, Setting, hold
@@ -14,7 +10,6 @@ from benchmarks.limits import formula_bytes
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import by_name
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(Testbed.missing() is not None, reason=str(Testbed.missing()))
 
 
@@ -37,14 +32,14 @@ def test_engines_train_the_same_and_parallax_moves_what_the_formula_says(held: C
     assert results["alone"].turns[0].sent_bytes < 0.05 * expected
     assert ours.versions == ddp.versions
     spans = ours.turns[0].spans
-    assert {"forward", "backward", "update", "rows", "dense", "headers"} == set(spans)
+    assert {"forward", "backward", "update", "batch", "rows", "dense", "headers"} == set(spans)
     assert all(seconds > 0 for seconds in spans.values())
 
 
 def test_an_engine_that_fails_or_is_missing_is_named_and_the_others_go_on(held: Contest) -> None:
     absent = {each.engine: each.absent for sitting in held.sittings for each in sitting}
     assert "no_such_module" in str(absent["broken"])
-    assert "runs/logs/broken-" in str(absent["broken"])
+    assert "runs/logs/sparsity-2-2x1gbit-real/broken-" in str(absent["broken"])
     assert absent["not-here"] == "not installed: `make peer-nowhere`"
 
 
@@ -57,20 +52,3 @@ def test_the_same_steps_give_the_same_loss() -> None:
     for mine, theirs in zip(ours.turns, ddp.turns, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
     assert ours.turns[1].loss < ours.turns[0].loss
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["run", "cnn"], "workload 'cnn' is none of"),
-        (["run", "lm", "--rate", "fast"], "rate='fast'"),
-        (["run", "lm", "--engines", "mxnet"], "'mxnet' is none of"),
-        (["report", "no-such-folder"], "has no results"),
-    ],
-)
-def test_wrong_words_are_explained(words: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "benchmarks", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode != 0
-    assert message in ended.stderr
-    assert "Traceback" not in ended.stderr
