@@ -32,9 +32,10 @@ bench: .venv/bench.stamp ## Compare with the peers on hosts with shaped links (n
 bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts
 	@benchmarks/testbed/install.sh
 	@$(BIN)/python -m benchmarks suite --quick --out runs/bench-quick
-	@$(BIN)/python -m benchmarks report runs/bench-quick
+	@$(BIN)/python -m benchmarks report runs/bench-quick --out runs/report-quick
 
-peers: peer-torchrec peer-deepspeed peer-tensorflow peer-horovod ## Make a virtualenv for each peer
+peers: ## Make a virtualenv for each peer
+	@$(MAKE) --no-print-directory --keep-going $(addprefix peer-,torchrec deepspeed tensorflow horovod)
 
 peer-%:
 	@PYTHON=$(PYTHON) benchmarks/engines/install/$*.sh

@@ -13,6 +13,7 @@ place of the layers' arithmetic, so that eight workers can share two cores; see 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,28 +22,39 @@ from tqdm import tqdm
 
 from benchmarks import convergence, report, suite
 from benchmarks.contest import Contest, Setting, hold
+from benchmarks.crew import CrewError
 from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.limits import bits_a_second
 from benchmarks.testbed import Testbed
-from benchmarks.workloads import NAMES, by_name
+from benchmarks.testbed.bed import MAX_HOSTS
+from benchmarks.workloads import NAMES, TEXT, by_name
 
 RUNS = Path("runs/bench")
 CONVERGENCE = "convergence.json"
 
 
-def measure(settings: list[Setting], folder: Path) -> list[Contest]:
-    """Each setting is kept as soon as it is measured."""
+def measure(settings: list[Setting], folder: Path) -> list[str]:
+    """Each setting is kept as soon as it is measured; those in which Parallax failed come back."""
     if any(setting.rate is not None for setting in settings):
         _check_testbed()
     folder.mkdir(parents=True, exist_ok=True)
-    contests = []
+    failed = []
     with tqdm(settings, unit="setting", file=sys.stdout, ncols=90) as bar:
         for setting in bar:
-            contest = hold(setting, bar.set_description_str)
-            contest.save(folder / f"{setting.name}.json")
-            contests.append(contest)
+            try:
+                contest = hold(setting, bar.set_description_str)
+            except CrewError as error:
+                failed.append(f"{setting.name} failed: {error}")
+                bar.write(f"\n{failed[-1]}\n")
+                continue
+            contest.save(_path(setting, folder))
             bar.write(f"\n{setting.title}\n\n{report.table(contest)}\n")
-    return contests
+    return failed
+
+
+def _end(failed: list[str]) -> None:
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def _check_testbed() -> None:
@@ -85,12 +97,30 @@ def run(args: argparse.Namespace) -> None:
         args.repetitions,
         args.turn_seconds,
     )
-    measure([setting], args.out)
+    _end(measure([setting], args.out))
 
 
 def run_suite(args: argparse.Namespace) -> None:
-    contests = measure(suite.quick() if args.quick else suite.full(), args.out)
+    settings = suite.quick() if args.quick else suite.full()
+    kept = [] if args.fresh else [each for each in settings if is_kept(each, args.out)]
+    if kept:
+        print(
+            f"{len(kept)} of {len(settings)} settings are kept in {args.out}; --fresh repeats them."
+        )
+    failed = measure([each for each in settings if each not in kept], args.out)
+    contests = [Contest.load(_path(each, args.out)) for each in settings if is_kept(each, args.out)]
     print(f"Goals\n\n{report.goals_table(contests)}\n\nKept in {args.out}.")
+    _end(failed)
+
+
+def _path(setting: Setting, folder: Path) -> Path:
+    return folder / f"{setting.name}.json"
+
+
+def is_kept(setting: Setting, folder: Path) -> bool:
+    """Whether this very setting was measured; not one of its name with other engines."""
+    path = _path(setting, folder)
+    return path.exists() and Contest.load(path).setting == setting
 
 
 def converge(args: argparse.Namespace) -> None:
@@ -121,7 +151,7 @@ def list_peers(_: argparse.Namespace) -> None:
         print(f"{name:15} {engine.title:20} {engine.missing or 'ready'}")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,
@@ -130,22 +160,25 @@ def parse_args() -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("run", help="one workload on one set of hosts")
     one.add_argument("workload", type=_workload, help=f"one of {', '.join(NAMES)}")
-    one.add_argument("--hosts", type=int, default=4)
+    one.add_argument("--hosts", type=_hosts, default=4)
     one.add_argument("--rate", type=_rate, default="200mbit", help="of every link, as in 1gbit")
     one.add_argument("--loopback", action="store_true", help="no hosts: workers of this machine")
     one.add_argument("--emulated", action="store_true", help="a sleep in place of arithmetic")
     one.add_argument("--engines", help=f"some of {', '.join(ENGINES)}, with commas between")
-    one.add_argument("--repetitions", type=int, default=5, help="turns of each engine")
-    one.add_argument("--turn-seconds", type=float, default=2.0, help="about, two steps at least")
+    one.add_argument("--repetitions", type=_count, default=5, help="turns of each engine")
+    one.add_argument(
+        "--turn-seconds", type=_positive, default=2.0, help="about, two steps at least"
+    )
     one.add_argument("--out", type=Path, default=Path("runs/contest"), help="folder for results")
     one.set_defaults(act=run)
     many = commands.add_parser("suite", help="all settings")
     many.add_argument("--quick", action="store_true", help="two settings, under 10 minutes")
     many.add_argument("--out", type=Path, default=RUNS, help="folder for results")
+    many.add_argument("--fresh", action="store_true", help="also what is kept there already")
     many.set_defaults(act=run_suite)
     text = commands.add_parser("converge", help="real text to a fixed perplexity, against DDP")
-    text.add_argument("--perplexity", type=float, default=convergence.Race.target)
-    text.add_argument("--hosts", type=int, default=convergence.Race.num_hosts)
+    text.add_argument("--perplexity", type=_positive, default=convergence.Race.target)
+    text.add_argument("--hosts", type=_hosts, default=convergence.Race.num_hosts)
     text.add_argument("--rate", type=_rate, default=convergence.Race.rate)
     text.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     text.set_defaults(act=converge)
@@ -155,11 +188,33 @@ def parse_args() -> argparse.Namespace:
     page.set_defaults(act=write_report)
     peers = commands.add_parser("peers", help="which engines are installed")
     peers.set_defaults(act=list_peers)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def _workload(name: str) -> str:
+    if name == TEXT:
+        raise argparse.ArgumentTypeError("text is trained by `python -m benchmarks converge`")
     return _checked(by_name, name)
+
+
+def _hosts(text: str) -> int:
+    return _count(text, MAX_HOSTS)
+
+
+def _count(text: str, most: int = 10_000) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {most}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def _rate(rate: str) -> str:

@@ -1,0 +1,98 @@
+"""`python -m benchmarks`: its words, and what it makes of results that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import suite
+from benchmarks.contest import Contest, Result, Setting
+from benchmarks.crew import CrewError, Turn
+
+
+def held(setting: Setting) -> Contest:
+    turns = [Turn(0.1, 0.1, 1e6, 1e6, 1.0, {})] * setting.repetitions
+    return Contest(setting, [[Result("parallax", {}, 2, turns)]], "today", "here")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "cnn"], "workload 'cnn' is none of"),
+        (["run", "text"], "python -m benchmarks converge"),
+        (["run", "text-x"], "workload 'text-x' is none of"),
+        (["run", "lm", "--rate", "fast"], "rate='fast'"),
+        (["run", "lm", "--hosts", "0"], "'0' is no number from 1 to 250"),
+        (["run", "lm", "--hosts", "251"], "'251' is no number from 1 to 250"),
+        (["run", "lm", "--repetitions", "0"], "'0' is no number from 1"),
+        (["run", "lm", "--turn-seconds", "nan"], "'nan' is no number above 0"),
+        (["run", "lm", "--engines", "mxnet"], "'mxnet' is none of"),
+        (["converge", "--hosts", "two"], "'two' is no number"),
+        (["report", "no-such-folder"], "has no results"),
+    ],
+)
+def test_wrong_words_are_explained(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments = command.parse_args(words)
+        arguments.act(arguments)
+    assert message in f"{ended.value}{capsys.readouterr().err}"
+
+
+def test_results_are_in_the_order_of_the_suite_and_others_after_them(tmp_path: Path) -> None:
+    first, second = suite.full()[3], suite.full()[9]
+    other = dataclasses.replace(first, num_hosts=3)
+    for setting in (other, second, first):
+        held(setting).save(tmp_path / f"{setting.name}.json")
+    (tmp_path / "convergence.json").write_text("{}")
+    assert [each.setting for each in command.load(tmp_path)] == [first, second, other]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The settings that were held; those of `nmt` fail."""
+    names: list[str] = []
+
+    def hold(setting: Setting, _: object) -> Contest:
+        names.append(setting.workload)
+        if setting.workload == "nmt":
+            raise CrewError("Parallax on a: it ended")
+        return held(setting)
+
+    settings = [Setting(name, 2, None, True, ("parallax",)) for name in ("lm", "nmt", "dlrm")]
+    monkeypatch.setattr(command, "hold", hold)
+    monkeypatch.setattr(suite, "full", lambda: settings)
+    return names
+
+
+def run_suite(folder: Path, *words: str) -> None:
+    arguments = command.parse_args(["suite", "--out", str(folder), *words])
+    arguments.act(arguments)
+
+
+def test_a_setting_that_fails_is_named_and_the_others_are_measured(
+    tmp_path: Path, measured: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="nmt-2xloopback-emulated failed: Parallax on a: it ended"):
+        run_suite(tmp_path)
+    assert measured == ["lm", "nmt", "dlrm"]
+    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["dlrm", "lm"]
+
+
+def test_what_is_kept_is_not_measured_again_but_if_asked_or_changed(
+    tmp_path: Path, measured: list[str]
+) -> None:
+    kept, _, changed = suite.full()
+    held(kept).save(tmp_path / f"{kept.name}.json")
+    held(dataclasses.replace(changed, repetitions=9)).save(tmp_path / f"{changed.name}.json")
+    with pytest.raises(SystemExit):
+        run_suite(tmp_path)
+    assert measured == ["nmt", "dlrm"]
+    measured.clear()
+    with pytest.raises(SystemExit):
+        run_suite(tmp_path, "--fresh")
+    assert measured == ["lm", "nmt", "dlrm"]
