@@ -24,6 +24,7 @@ from benchmarks import convergence, report, suite
 from benchmarks.contest import Contest, Setting, hold
 from benchmarks.crew import CrewError
 from benchmarks.engines import ALONE, ENGINES, OURS
+from benchmarks.goals import goals_table
 from benchmarks.limits import bits_a_second
 from benchmarks.testbed import Testbed
 from benchmarks.testbed.bed import MAX_HOSTS
@@ -109,7 +110,7 @@ def run_suite(args: argparse.Namespace) -> None:
         )
     failed = measure([each for each in settings if each not in kept], args.out)
     contests = [Contest.load(_path(each, args.out)) for each in settings if is_kept(each, args.out)]
-    print(f"Goals\n\n{report.goals_table(contests)}\n\nKept in {args.out}.")
+    print(f"Goals\n\n{goals_table(contests)}\n\nKept in {args.out}.")
     _end(failed)
 
 

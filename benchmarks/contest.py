@@ -179,7 +179,8 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
     results = [Result(name) for name in names]
     about = {"workload": setting.workload, "is_emulated": setting.is_emulated}
     with ExitStack() as stack:
-        bed = stack.enter_context(setting.hosts())
+        bed = setting.hosts()
+        stack.enter_context(bed)
         crews: dict[str, Crew] = {}
         for place, result in enumerate(results):  # One after the other: starting takes memory.
             progress(f"{setting.name}: starting {ENGINES[result.engine].title}")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.engines import Engine
 from benchmarks.loopback import Loopback
@@ -183,7 +183,7 @@ class Crew:
     def _answers(self, timeout_seconds: float) -> list[dict[str, Any]]:
         """One line from each worker. The first that fails is told of, not who waits for it."""
         deadline = time.monotonic() + timeout_seconds
-        waiting = {worker.stdout: rank for rank, worker in enumerate(self._workers)}
+        waiting = {_output(worker): rank for rank, worker in enumerate(self._workers)}
         answers: dict[int, dict[str, Any]] = {}
         while waiting:
             ready = select.select(list(waiting), [], [], max(deadline - time.monotonic(), 0))[0]
@@ -229,6 +229,11 @@ def _most_moved(before: list[Counters], after: list[Counters]) -> int:
     """Bytes of the host with the most, in either direction."""
     pairs = zip(before, after, strict=True)
     return max(max(b - a for a, b in zip(*pair, strict=True)) for pair in pairs)
+
+
+def _output(worker: subprocess.Popen[str]) -> IO[str]:
+    assert worker.stdout is not None
+    return worker.stdout
 
 
 def _mean(answers: list[dict[str, Any]], name: str) -> float:

@@ -40,11 +40,9 @@ def formula_bytes(workload: Workload, num_workers: int) -> float:
     for place, table in enumerate(workload.tables):
         rows = mean(len(np.unique(batch.ids[place])) for batch in batches)
         tables += _table_bytes(table, rows, num_workers)
-    return tables + cost.allreduce_bytes(4 * layers, num_workers)
+    return float(tables + cost.allreduce_bytes(4 * layers, num_workers))
 
 
 def _table_bytes(table: Table, rows: float, num_workers: int) -> float:
-    return min(
-        cost.sharded_bytes(rows, 4 * table.width, num_workers),
-        cost.allreduce_bytes(table.size_bytes, num_workers),
-    )
+    as_rows = cost.sharded_bytes(rows, 4 * table.width, num_workers)
+    return float(min(as_rows, cost.allreduce_bytes(table.size_bytes, num_workers)))

@@ -18,7 +18,7 @@ from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.figures import PARTS, Figure, figures_of
 from benchmarks.workloads import by_name
 
-COLOURS = dict(zip(ENGINES, plt.get_cmap("tab10").colors, strict=False))
+COLOURS = {name: f"C{place}" for place, name in enumerate(ENGINES)}
 PART_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#d0d0d0")
 
 

@@ -38,7 +38,7 @@ def _emulated() -> Iterator[Setting]:
 
 
 def _language_engines(num_hosts: int) -> tuple[str, ...]:
-    engines = LOOKED_UP
+    engines: tuple[str, ...] = LOOKED_UP
     if num_hosts == 2:  # Two hosts are enough to show it, and a step takes 16 s.
         engines += ("ddp-dense",)
     if num_hosts <= 4:

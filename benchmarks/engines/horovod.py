@@ -8,12 +8,13 @@ sets them.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import horovod.torch as hvd
+import torch.distributed as dist
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
-from torch.distributed import TCPStore
 
 from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer, train
 
@@ -34,7 +35,9 @@ def _meet(task: Task) -> None:
     hosts = parse_hosts(",".join(f"{host}:1" for host in os.environ["BENCHMARK_HOSTS"].split(",")))
     slots = get_host_assignments(hosts, task.num_workers)
     address, is_first = os.environ["MASTER_ADDR"], task.rank == 0
-    store = TCPStore(address, int(os.environ["MASTER_PORT"]), task.num_workers, is_first)
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
+        address, int(os.environ["MASTER_PORT"]), task.num_workers, is_first
+    )
     if is_first:
         server = RendezvousServer()
         port = server.start()

@@ -53,7 +53,7 @@ def _batches(task: Task, session: parallax.Session) -> Iterator[Any]:
     """The same batches as all engines have, by way of `session.shard`."""
     mine = [tensors_of(task.workload.batch(step, task.rank)) for step in range(POOL)]
     # Each worker's sample is one of its own batches; the others' are never read here.
-    pool = [mine[index // task.num_workers] for index in range(POOL * task.num_workers)]
+    pool: Any = [mine[index // task.num_workers] for index in range(POOL * task.num_workers)]
     loader = session.shard(DataLoader(pool, batch_size=1, collate_fn=lambda batch: batch[0]))
     while True:
         yield from loader

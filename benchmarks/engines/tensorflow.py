@@ -212,7 +212,7 @@ def _parts(variable: Any) -> list[Any]:
 def _adagrad(workload: Workload) -> Any:
     from tf_keras.optimizers import legacy, schedules
 
-    class Constant(schedules.LearningRateSchedule):  # type: ignore[misc]
+    class Constant(schedules.LearningRateSchedule):
         def __call__(self, step: Any) -> float:
             return workload.learning_rate
 

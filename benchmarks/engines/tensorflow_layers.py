@@ -32,7 +32,10 @@ def by_workload(name: str) -> Layers:
 
 
 def emulated(seconds: float) -> Layers:
-    """Layers on an emulated accelerator: a third of the time forward, two thirds backward."""
+    """Layers on an emulated accelerator: a third of the time forward, two thirds backward.
+
+    All gradients come at once: each sleep costs TensorFlow some milliseconds more than it lasts.
+    """
 
     @tf.custom_gradient
     def compute(*inputs: Any) -> Any:
@@ -53,7 +56,12 @@ def _sleep(seconds: float, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values after a while. Python cannot sleep in a remote function, a dataset can."""
     # `take` ends it, or it would sleep once more to find its end.
     once = tf.data.Dataset.range(2).apply(testing.sleep(round(seconds * 1e6))).take(1)
-    after: tuple[Any, ...] = once.reduce(tuple(values), lambda state, _: state)
+    options = tf.data.Options()  # Nothing to tune, which takes milliseconds each time.
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    after: tuple[Any, ...] = once.with_options(options).reduce(
+        tuple(values), lambda state, _: state
+    )
     return after
 
 
@@ -128,6 +136,7 @@ def interaction(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
 def classifier(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
     images, labels = others
     x = tf.transpose(images, [0, 2, 3, 1])  # TensorFlow's processors want channels last.
+    p = {name.removeprefix("network."): value for name, value in p.items()}
     x = tf.nn.relu(_batch_norm(p, "layers.1", _convolve(p, "layers.0", x)))
     for prefix in _numbered(p, "layers"):
         if f"{prefix}.conv1.weight" in p:

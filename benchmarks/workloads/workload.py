@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 POOL = 32
 """Different batches of a worker; after these the first comes again."""
+T = TypeVar("T")
 TILE_ROWS = 1009
 """Tables repeat this many rows: as good as any others to time, and a shard is made alone."""
 
@@ -77,7 +79,20 @@ class Workload:
         return np.random.default_rng([step, rank])
 
 
-def log_uniform(random: np.random.Generator, num_rows: int, shape: object) -> NDArray[np.int64]:
+def log_uniform(
+    random: np.random.Generator, num_rows: int, shape: int | tuple[int, ...]
+) -> NDArray[np.int64]:
     """Ids as words have them: an id's chance falls with its rank (Zipf)."""
-    drawn = np.exp(random.random(shape) * np.log(num_rows + 1.0)) - 1  # type: ignore[arg-type]
-    return np.minimum(drawn.astype(np.int64), num_rows - 1)
+    drawn = np.exp(random.random(shape) * np.log(num_rows + 1.0)) - 1
+    ids: NDArray[np.int64] = np.minimum(drawn.astype(np.int64), num_rows - 1)
+    return ids
+
+
+def pieces(values: Sequence[T], size: Callable[[T], int], count: int = 4) -> list[list[T]]:
+    """Consecutive ones of about the same size together; the first is never empty."""
+    found: list[list[T]] = [[] for _ in range(count)]
+    total, before = sum(map(size, values)), 0
+    for value in values:
+        found[count * before // total].append(value)
+        before += size(value)
+    return found

@@ -19,6 +19,7 @@ from benchmarks.memory import available_bytes
 from benchmarks.page import write
 from benchmarks.workloads import by_name
 from benchmarks.workloads.model import Accelerated, Model, batches, make_layers
+from benchmarks.workloads.workload import pieces
 
 WORKLOADS = ["lm", "nmt", "dlrm", "resnet", "sparsity-2"]
 
@@ -67,6 +68,27 @@ def test_an_emulated_accelerator_gives_every_parameter_a_gradient() -> None:
         assert parameter.grad is not None
         rows = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
         assert torch.all(rows != 0)
+
+
+def test_an_emulated_accelerator_hands_out_gradients_in_pieces_and_rows_last() -> None:
+    workload = by_name("nmt")
+    workload.compute_ms = 0.0  # type: ignore[misc]
+    model = Model(workload, make_layers(workload, emulated=True), sparse=True)
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, name=name: order.append(name))
+    ids, others = next(batches(workload, 0))
+    model(ids, others).backward()
+    assert order[0].startswith("layers.layers.out")
+    assert set(order[-2:]) == {"tables.0.weight", "tables.1.weight"}
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(order) == sorted(names)
+    assert order.index(names[2]) > order.index(names[-3])  # The encoder's first after its last.
+
+
+def test_pieces_are_consecutive_and_of_about_the_same_size() -> None:
+    assert pieces([1, 1, 1, 1, 4, 4, 4], int, 4) == [[1, 1, 1, 1], [4], [4], [4]]
+    assert pieces([9], int, 3) == [[9], [], []]
 
 
 def test_a_table_starts_the_same_in_one_piece_and_in_shards() -> None:
