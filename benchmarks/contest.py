@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -189,6 +190,8 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
             with _absent_if_failing(result):
                 crew.start(FIRST_PORT + place)
                 result.versions = crew.versions
+                if result.engine == OURS:
+                    result.versions["parallax"] = _commit()
         if setting.rate is not None:
             set_links(bed, setting.rate)
         _rehearse(setting, results, crews)
@@ -240,6 +243,26 @@ def _absent_if_failing(result: Result) -> Iterator[None]:
         result.absent = str(error)
 
 
+def _commit() -> str:
+    """Of the sources that train, as far as git knows them."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(
+            command, cwd=LOGS.parents[1], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def machine() -> str:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+    system = f"{platform.system()} {platform.release()}"
+    return f"{os.cpu_count()} × {_processor()}, {memory:.0f} GiB, {system}"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, model = line.partition(":")
+        if name.strip() == "model name":
+            return model.strip()
+    return platform.machine()

@@ -17,9 +17,11 @@ from benchmarks.contest import FIRST_PORT, machine, set_links
 from benchmarks.crew import LOGS, Crew
 from benchmarks.engines import Engine
 from benchmarks.testbed import Testbed
+from benchmarks.workloads import TEXT
 
+OURS = "Parallax"
 ENGINES = {
-    "Parallax": Engine("Parallax on text", "text", {"engine": "parallax"}),
+    OURS: Engine("Parallax on text", "text", {"engine": "parallax"}),
     "DDP sparse": Engine("DDP sparse on text", "text", {"engine": "ddp-sparse"}),
 }
 
@@ -48,10 +50,11 @@ class Track:
         self.seconds.append(seconds + (self.seconds[-1] if self.seconds else 0.0))
         self.perplexities.append(perplexity)
 
+    def has_reached(self, race: Race) -> bool:
+        return bool(self.steps) and self.perplexities[-1] <= race.target
+
     def is_over(self, race: Race) -> bool:
-        return bool(self.steps) and (
-            self.perplexities[-1] <= race.target or self.steps[-1] >= race.max_steps
-        )
+        return self.has_reached(race) or (bool(self.steps) and self.steps[-1] >= race.max_steps)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Outcome:
 def run(race: Race, progress: Callable[[str], None]) -> Outcome:
     started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     tracks = {name: Track() for name in ENGINES}
-    about = {"workload": "text", "is_emulated": False}
+    about = {"workload": TEXT, "is_emulated": False}
     with ExitStack() as stack:
         bed = stack.enter_context(Testbed(race.num_hosts, ssh="off"))
         crews = {}
@@ -111,11 +114,24 @@ def table(outcome: Outcome) -> str:
         "| engine | steps | perplexity | seconds | Parallax = 1 |",
         "|---|---|---|---|---|",
     ]
-    ours = outcome.tracks["Parallax"].seconds[-1]
+    ours = outcome.tracks[OURS]
     for name, track in outcome.tracks.items():
         reached = f"{track.perplexities[-1]:,.1f}"
-        seconds = track.seconds[-1]
-        lines.append(
-            f"| {name} | {track.steps[-1]} | {reached} | {seconds:,.1f} | {seconds / ours:.2f} × |"
-        )
-    return "\n".join(lines)
+        ratio = f"{track.seconds[-1] / ours.seconds[-1]:.2f} ×"
+        if not (track.has_reached(race) and ours.has_reached(race)):
+            ratio = "–"
+        if not track.has_reached(race):
+            reached += " (not reached)"
+        columns = [name, f"{track.steps[-1]}", reached, f"{track.seconds[-1]:,.1f}", ratio]
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join([*lines, "", _agreement(outcome)])
+
+
+def _agreement(outcome: Outcome) -> str:
+    """How far the engines' perplexities after the same steps are apart."""
+    ours, *others = outcome.tracks.values()
+    pairs = [
+        pair for each in others for pair in zip(ours.perplexities, each.perplexities, strict=False)
+    ]
+    apart = max(abs(theirs / mine - 1) for mine, theirs in pairs)
+    return f"After the same steps the perplexities differ by {100 * apart:.2g}% at most."

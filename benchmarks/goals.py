@@ -46,10 +46,18 @@ def goals_table(contests: list[Contest]) -> str:
         sign = "≤" if goal.is_most else "≥"
         against = ENGINES[goal.against].title if goal.against in ENGINES else f"its {goal.against}"
         shown = "not measured" if value is None else f"{value:.2f} ×"
-        met = value is not None and (value <= goal.value if goal.is_most else value >= goal.value)
-        mark = "" if value is None else "reached" if met else "**not reached**"
+        mark = "" if contest is None or value is None else _mark(goal, value, contest)
         lines.append(f"| {goal.setting} | {against} | {sign} {goal.value:g} × | {shown} | {mark} |")
     return "\n".join(lines)
+
+
+def _mark(goal: Goal, value: float, contest: Contest) -> str:
+    """Where a goal was not reached, also what Parallax's step consists of."""
+    if value <= goal.value if goal.is_most else value >= goal.value:
+        return "reached"
+    ours = next(each for each in figures_of(contest) if each.engine == OURS)
+    parts = ", ".join(f"{name} {1e3 * of:,.0f}" for name, of in ours.split.items())
+    return f"**not reached**; ms: {parts}"
 
 
 def reached(goal: Goal, contest: Contest) -> float | None:

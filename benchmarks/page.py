@@ -29,7 +29,7 @@ of dense gradients, *headers* those for the small messages before them, in which
 early also waits for the others. What is still on its way when a turn ends is waited for and counted
 in it. With real compute every synchronous engine has the same loss after the same steps; one that
 has not is marked. TorchRec's deduplication has no kernel for CPUs, so an id that a batch repeats
-travels as often.
+travels as often. CPU is not told of TensorFlow, whose servers are processes of their own.
 
     make peers          # a virtualenv for each; those without one are left out
     make bench          # more than an hour

@@ -110,6 +110,9 @@ def _splits(contests: list[Contest]) -> Picture:
         others = sorted(1e3 * each.seconds for each in figures)
         if len(others) > 1 and others[-1] > 5 * others[-2]:
             axes.set_xlim(0, 1.3 * others[-2])
+            place = max(range(len(figures)), key=lambda index: figures[index].seconds)
+            cut = f"{others[-1]:,.0f} ms → "
+            axes.text(1.3 * others[-2], place, cut, ha="right", va="center", fontsize=8)
         axes.legend(fontsize=7)
     return picture
 

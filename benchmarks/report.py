@@ -76,7 +76,8 @@ def _line(each: Figure, setting: Setting) -> list[str]:
     if each.engine != ALONE and each.limit > 0:
         limit = f"{1e3 * each.limit:,.1f} ms{' (wire only)' * each.is_wire_only}"
         times = f"{each.seconds / each.limit:.2f}"
-    cpu = f"{1e3 * each.cpu_seconds:,.1f} ms" if ENGINES[each.engine].is_synchronous else "–"
+    # Of the worker's own process, which says little where others do its work.
+    cpu = f"{1e3 * each.cpu_seconds:,.1f} ms" if ENGINES[each.engine].num_processes == 1 else "–"
     return [
         each.title,
         f"{milliseconds} {spread}",

@@ -1,16 +1,28 @@
-"""Which settings `make bench` and `make bench-quick` measure."""
+"""Which settings `make bench` and `make bench-quick` measure, and why which peer is left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.contest import Setting
+from benchmarks.limits import wire_seconds
+from benchmarks.workloads import by_name
+from parallax import cost
 
 PEERS = ("ddp-sparse", "horovod", "torchrec", "deepspeed")
 LOOKED_UP = ("parallax", *PEERS, "alone")
 DENSE = ("parallax", "ddp-dense", "horovod", "deepspeed", "alone")
-SWEPT = ("parallax", "ddp-sparse", "ddp-dense", "alone")
 PERCENTS = (0.5, 2, 10, 50, 100)
+MAX_STEP_SECONDS = 4.0
+"""A turn has two steps at least; whose take longer than this would be most of the suite's time."""
+WITH_TENSORFLOW = {
+    ("lm", 2, "200mbit"),
+    ("lm", 4, "200mbit"),
+    ("nmt", 4, "200mbit"),
+    ("dlrm", 4, "200mbit"),
+    ("lm", 2, "1gbit"),
+}
 
 
 def full() -> list[Setting]:
@@ -20,41 +32,66 @@ def full() -> list[Setting]:
 def quick() -> list[Setting]:
     """Under ten minutes, the same engines: one workload with tables and one without."""
     return [
-        Setting("lm", 4, "200mbit", True, (*LOOKED_UP, "tensorflow"), turn_seconds=1.0),
+        _looked_up("lm", 4, "200mbit", True, turn_seconds=1.0),
         Setting("resnet", 2, "1gbit", False, ("parallax", "ddp-dense", "alone"), turn_seconds=1.0),
     ]
 
 
 def _emulated() -> Iterator[Setting]:
+    for workload in ("lm", "lm-large", "nmt", "dlrm"):
+        for num_hosts in (2, 4, 8):
+            yield _looked_up(workload, num_hosts, "200mbit", True)
     for num_hosts in (2, 4, 8):
-        yield Setting("lm", num_hosts, "200mbit", True, _language_engines(num_hosts))
-    for num_hosts in (2, 4):  # Eight copies of these tables need more memory than 24 GiB.
-        yield Setting("lm-large", num_hosts, "200mbit", True, LOOKED_UP)
-    yield Setting("lm-large", 8, "200mbit", True, ("parallax", "torchrec"))
-    for num_hosts in (2, 4, 8):
-        yield Setting("nmt", num_hosts, "200mbit", True, LOOKED_UP)
-        yield Setting("dlrm", num_hosts, "200mbit", True, (*LOOKED_UP, "torchrec-table"))
-        yield Setting("resnet", num_hosts, "200mbit", True, DENSE)
-
-
-def _language_engines(num_hosts: int) -> tuple[str, ...]:
-    engines: tuple[str, ...] = LOOKED_UP
-    if num_hosts == 2:  # Two hosts are enough to show it, and a step takes 16 s.
-        engines += ("ddp-dense",)
-    if num_hosts <= 4:
-        engines += ("tensorflow",)
-    return engines
+        yield _dense(num_hosts, "200mbit", True)
 
 
 def _real() -> Iterator[Setting]:
     for num_hosts in (2, 4):
-        yield Setting("lm", num_hosts, "1gbit", False, LOOKED_UP)
-        yield Setting("nmt", num_hosts, "1gbit", False, LOOKED_UP)
-        yield Setting("dlrm", num_hosts, "1gbit", False, (*LOOKED_UP, "torchrec-table"))
+        for workload in ("lm", "nmt", "dlrm"):
+            yield _looked_up(workload, num_hosts, "1gbit", False)
         # Short turns and many of them for what differs less than the machine does.
-        yield Setting("resnet", num_hosts, "1gbit", False, DENSE, 30, 0.6)
+        yield _dense(num_hosts, "1gbit", False, repetitions=30, turn_seconds=0.6)
 
 
 def _sparsity() -> Iterator[Setting]:
     for percent in PERCENTS:
-        yield Setting(f"sparsity-{percent:g}", 4, "200mbit", True, SWEPT)
+        yield _looked_up(f"sparsity-{percent:g}", 4, "200mbit", True, turn_seconds=1.0)
+
+
+def _looked_up(
+    workload: str, num_hosts: int, rate: str, is_emulated: bool, **options: Any
+) -> Setting:
+    engines = [*LOOKED_UP, *(["torchrec-table"] if workload == "dlrm" else [])]
+    reasons = {
+        "ddp-dense": _why_not_dense(workload, num_hosts, rate),
+        "tensorflow": _why_not_tensorflow(workload, num_hosts, rate),
+    }
+    engines += [name for name, why in reasons.items() if why is None]
+    left_out = {name: why for name, why in reasons.items() if why is not None}
+    where = (workload, num_hosts, rate, is_emulated, tuple(engines))
+    return Setting(*where, **options, left_out=left_out)
+
+
+def _why_not_dense(workload: str, num_hosts: int, rate: str) -> str | None:
+    tables = cost.allreduce_bytes(by_name(workload).table_bytes, num_hosts)
+    seconds = wire_seconds(tables, rate)
+    if seconds <= MAX_STEP_SECONDS or (workload, num_hosts) == ("lm", 2):  # Once it is shown.
+        return None
+    return f"its step takes {seconds:.0f} s on the wire alone"
+
+
+def _why_not_tensorflow(workload: str, num_hosts: int, rate: str) -> str | None:
+    if (workload, num_hosts, rate) in WITH_TENSORFLOW:
+        return None
+    if num_hosts > 4:
+        return f"its {3 * num_hosts} processes would wait for this machine's cores"
+    return "it takes half a minute to start, and is in some settings only"
+
+
+def _dense(num_hosts: int, rate: str, is_emulated: bool, **options: Any) -> Setting:
+    left_out = {
+        "ddp-sparse": "without tables it is DDP dense",
+        "torchrec": "there is no table to shard",
+        "tensorflow": "there is no table for its servers",
+    }
+    return Setting("resnet", num_hosts, rate, is_emulated, DENSE, **options, left_out=left_out)

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import platform
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ def main(engine: str, about: str) -> None:
         packages, facts = _parse(about)
         task = Task.from_environment(**facts)
         turn = importlib.import_module(f"benchmarks.engines.{engine}").start(task)
-        say({"versions": {name: importlib.metadata.version(name) for name in packages}})
+        say({"versions": _versions(packages)})
         for line in sys.stdin:
             say(_timed(task, turn, json.loads(line)["steps"]))
     except BaseException as error:
@@ -37,6 +38,11 @@ def main(engine: str, about: str) -> None:
         # Engines may wait for each other as they end, and some did end already.
         sys.stderr.flush()
         os._exit(0)
+
+
+def _versions(packages: list[str]) -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return {**versions, "python": platform.python_version()}
 
 
 def _timed(task: Task, turn: Trainer, num_steps: int) -> dict[str, Any]:

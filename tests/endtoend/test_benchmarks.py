@@ -30,7 +30,9 @@ def test_engines_train_the_same_and_parallax_moves_what_the_formula_says(held: C
     expected = formula_bytes(by_name("sparsity-2"), 2)
     assert ours.turns[0].sent_bytes == pytest.approx(expected, rel=0.1)
     assert results["alone"].turns[0].sent_bytes < 0.05 * expected
+    assert ours.versions.pop("parallax")
     assert ours.versions == ddp.versions
+    assert set(ddp.versions) == {"torch", "python"}
     spans = ours.turns[0].spans
     assert {"forward", "backward", "update", "batch", "rows", "dense", "headers"} == set(spans)
     assert all(seconds > 0 for seconds in spans.values())

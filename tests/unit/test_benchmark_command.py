@@ -11,6 +11,7 @@ from benchmarks import __main__ as command
 from benchmarks import suite
 from benchmarks.contest import Contest, Result, Setting
 from benchmarks.crew import CrewError, Turn
+from benchmarks.goals import GOALS
 
 
 def held(setting: Setting) -> Contest:
@@ -50,6 +51,31 @@ def test_results_are_in_the_order_of_the_suite_and_others_after_them(tmp_path: P
         held(setting).save(tmp_path / f"{setting.name}.json")
     (tmp_path / "convergence.json").write_text("{}")
     assert [each.setting for each in command.load(tmp_path)] == [first, second, other]
+
+
+def test_every_setting_of_the_suite_has_or_explains_every_peer() -> None:
+    peers = {"ddp-sparse", "ddp-dense", "horovod", "torchrec", "deepspeed", "tensorflow"}
+    for setting in suite.full():
+        assert not set(setting.engines) & set(setting.left_out)
+        assert peers <= {*setting.engines, *setting.left_out}, setting.name
+        assert setting.engines[0] == "parallax"
+        assert "alone" in setting.engines
+        assert all(setting.left_out.values())
+
+
+def test_the_suite_measures_every_goal() -> None:
+    engines = {setting.name: {*setting.engines, "limit", "formula"} for setting in suite.full()}
+    assert len(engines) == len(suite.full())
+    for goal in GOALS:
+        assert goal.against in engines[goal.setting]
+
+
+def test_what_takes_too_long_says_how_long() -> None:
+    by_name = {setting.name: setting for setting in suite.full()}
+    assert "ddp-dense" in by_name["lm-2x200mbit-emulated"].engines
+    why = by_name["lm-8x200mbit-emulated"].left_out["ddp-dense"]
+    assert why == "its step takes 29 s on the wire alone"
+    assert "24 processes" in by_name["lm-8x200mbit-emulated"].left_out["tensorflow"]
 
 
 @pytest.fixture
