@@ -62,13 +62,14 @@ clean: ## Remove virtualenvs, runs and caches
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.venv/bench.stamp: .venv/text.stamp
-	@echo "Installing what draws the plots"
+.venv/bench.stamp: .venv/text.stamp .venv/torch.stamp pyproject.toml
+	@echo "Installing Parallax and what draws the plots"
 	@$(PIP) -c constraints.txt -e '.[bench]'
 	@touch $@
 
 # gensim only carries the text, so none of its dependencies are needed.
-.venv/text.stamp: .venv/dev.stamp
-	@echo "Installing the text to train on (a sample of Wikipedia, inside gensim)"
-	@$(PIP) --no-deps gensim
+.venv/text.stamp: .venv/torch.stamp pyproject.toml
+	@echo "Installing Parallax and the text to train on (a sample of Wikipedia, inside gensim)"
+	@$(PIP) -c constraints.txt -e '.[examples]'
+	@$(PIP) -c constraints.txt --no-deps gensim
 	@touch $@
