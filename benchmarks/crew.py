@@ -216,7 +216,7 @@ class Crew:
 
     def _error(self, rank: int, what: str) -> CrewError:
         where = f"{self._bed.hosts[rank].name}, see {os.path.relpath(self.log(rank), ROOT)}"
-        return CrewError(f"{self.engine.title} on {where}: {what}")
+        return CrewError(f"{self.engine.title} on {where}: {what.strip().splitlines()[0]}")
 
     def _signal(self, number: signal.Signals) -> None:
         for worker in self._workers:

@@ -22,6 +22,8 @@ WITH_TENSORFLOW = {
     ("nmt", 4, "200mbit"),
     ("dlrm", 4, "200mbit"),
     ("lm", 2, "1gbit"),
+    ("nmt", 2, "1gbit"),
+    ("dlrm", 2, "1gbit"),
 }
 
 

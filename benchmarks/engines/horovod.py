@@ -8,6 +8,7 @@ sets them.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import horovod.torch as hvd
@@ -32,7 +33,8 @@ def start(task: Task) -> Trainer:
 
 def _meet(task: Task) -> None:
     """What `horovodrun` does before it starts the workers, which run already."""
-    hosts = parse_hosts(",".join(f"{host}:1" for host in os.environ["BENCHMARK_HOSTS"].split(",")))
+    counts = Counter(os.environ["BENCHMARK_HOSTS"].split(","))
+    hosts = parse_hosts(",".join(f"{host}:{count}" for host, count in counts.items()))
     slots = get_host_assignments(hosts, task.num_workers)
     address, is_first = os.environ["MASTER_ADDR"], task.rank == 0
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.workloads import Workload
-from benchmarks.workloads.workload import POOL
+from benchmarks.workloads.workload import NUM_PIECES, POOL
 
 if TYPE_CHECKING:
     from benchmarks.engines.task import Task, Trainer
@@ -77,7 +77,11 @@ def _cluster() -> Any:
     hosts, port = _hosts(), int(os.environ["MASTER_PORT"])
     of_job = {"chief": hosts[:1], "worker": hosts, "ps": hosts}
     return tf.train.ClusterSpec(
-        {job: [f"{host}:{port + JOB_PORTS[job]}" for host in of_job[job]] for job in of_job}
+        {
+            # Ranks have ports of their own, as workers of one machine need.
+            job: [f"{host}:{port + JOB_PORTS[job] + 10 * rank}" for rank, host in enumerate(names)]
+            for job, names in of_job.items()
+        }
     )
 
 
@@ -116,11 +120,12 @@ def _lead(task: Task) -> Trainer:
     orders = [_shuffled(table.num_rows) for table in task.workload.tables]
     steps = _steps(task, strategy, orders)
     batches = _batches(task, coordinator, orders)
+    sleeps = _sleeps(task, coordinator)
     followers = [listener.accept() for _ in range(task.num_workers - 1)]
 
     def turn(num_steps: int) -> float:
         results = [
-            coordinator.schedule(steps, args=(batches, tf.constant(count)))
+            coordinator.schedule(steps, args=(batches, sleeps, tf.constant(count)))
             for count in _calls(num_steps)
             for _ in range(task.num_workers)
         ]
@@ -146,9 +151,6 @@ def _steps(task: Task, strategy: Any, orders: list[Any]) -> Any:
     from benchmarks.engines.tensorflow_layers import by_workload, emulated
 
     workload = task.workload
-    layers = (
-        emulated(workload.compute_ms / 1000) if task.is_emulated else by_workload(workload.name)
-    )
     with strategy.scope():
         tables = [_table(*pair) for pair in zip(workload.tables, orders, strict=True)]
         dense = {
@@ -158,7 +160,8 @@ def _steps(task: Task, strategy: Any, orders: list[Any]) -> Any:
         optimizer = _adagrad(workload)
     variables = [part for variable in (*tables, *dense.values()) for part in _parts(variable)]
 
-    def replica(ids: Any, others: Any) -> Any:
+    def replica(ids: Any, others: Any, sleeps: Any) -> Any:
+        layers = emulated(*sleeps) if task.is_emulated else by_workload(workload.name)
         with tf.GradientTape() as tape:
             rows = [_look_up(table, of_table) for table, of_table in zip(tables, ids, strict=True)]
             parameters = {name: tf.convert_to_tensor(value) for name, value in dense.items()}
@@ -168,10 +171,10 @@ def _steps(task: Task, strategy: Any, orders: list[Any]) -> Any:
         return loss
 
     @tf.function
-    def steps(iterator: Any, num_steps: Any) -> Any:
+    def steps(iterator: Any, sleeps: Any, num_steps: Any) -> Any:
         loss = 0.0
         for _ in tf.range(num_steps):
-            loss = strategy.run(replica, args=next(iterator))
+            loss = strategy.run(replica, args=(*next(iterator), sleeps))
         return loss
 
     return steps
@@ -237,6 +240,19 @@ def _batches(task: Task, coordinator: Any, orders: list[Any]) -> Any:
         return tf.data.Dataset.from_tensor_slices(mine).repeat().prefetch(1)
 
     return iter(coordinator.create_per_worker_dataset(dataset))
+
+
+def _sleeps(task: Task, coordinator: Any) -> tuple[Any, ...]:
+    """Each worker's iterators that sleep: for a piece of the forward, and of the backward."""
+    from benchmarks.engines.tensorflow_layers import sleeping
+
+    if not task.is_emulated:
+        return ()
+    piece = task.workload.compute_ms / 1000 / NUM_PIECES
+    return tuple(
+        iter(coordinator.create_per_worker_dataset(lambda part=part: sleeping(part * piece)))
+        for part in (1 / 3, 2 / 3)
+    )
 
 
 def _pool(workload: Workload, rank: int, orders: list[Any]) -> tuple[Any, Any]:

@@ -13,6 +13,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops import testing
 
+from benchmarks.workloads.workload import pieces
+
 Parameters = Mapping[str, Any]
 Layers = Callable[[Parameters, list[Any], list[Any]], Any]
 
@@ -23,7 +25,6 @@ def by_workload(name: str) -> Layers:
         "lm": sampled_words,
         "nmt": translation,
         "dlrm": interaction,
-        "resnet": classifier,
         "sparsity": square,
     }
     if kind not in layers:
@@ -31,38 +32,40 @@ def by_workload(name: str) -> Layers:
     return layers[kind]
 
 
-def emulated(seconds: float) -> Layers:
-    """Layers on an emulated accelerator: a third of the time forward, two thirds backward.
+def emulated(forward: Any, backward: Any) -> Layers:
+    """Layers on an emulated accelerator, in pieces, as `workloads.model.Accelerated` has them.
 
-    All gradients come at once: each sleep costs TensorFlow some milliseconds more than it lasts.
+    A piece takes as long as the next of `forward` takes to come, and then of `backward`.
     """
 
     @tf.custom_gradient
     def compute(*inputs: Any) -> Any:
-        # The sleep takes all inputs and one comes out of it: they have to be here before.
-        first = _sleep(seconds / 3, inputs)[0]
-        loss = tf.reshape(first, [-1])[0]
+        with tf.control_dependencies(inputs), tf.control_dependencies([next(forward)]):
+            loss = tf.identity(inputs[0])
 
-        def backward(upstream: Any) -> Any:
-            with tf.control_dependencies(_sleep(2 * seconds / 3, (loss, upstream))):
+        def gradients(upstream: Any) -> Any:
+            with tf.control_dependencies([upstream]), tf.control_dependencies([next(backward)]):
                 return [tf.fill(tf.shape(x), 1e-4) for x in inputs]
 
-        return loss, backward
+        return loss, gradients
 
-    return lambda parameters, rows, others: compute(*rows, *parameters.values())
+    def layers(parameters: Parameters, rows: list[Any], others: list[Any]) -> Any:
+        entering, loss = rows, tf.zeros([])
+        for piece in pieces(list(parameters.values()), lambda value: value.shape.num_elements()):
+            loss = compute(loss, *entering, *piece)
+            entering = []
+        return loss
+
+    return layers
 
 
-def _sleep(seconds: float, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values after a while. Python cannot sleep in a remote function, a dataset can."""
-    # `take` ends it, or it would sleep once more to find its end.
-    once = tf.data.Dataset.range(2).apply(testing.sleep(round(seconds * 1e6))).take(1)
-    options = tf.data.Options()  # Nothing to tune, which takes milliseconds each time.
+def sleeping(seconds: float) -> Any:
+    """Sleeps before each element. Python cannot sleep in a remote function, a dataset can."""
+    options = tf.data.Options()  # Or it would run ahead, and sleep while nobody waits for it.
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
-    after: tuple[Any, ...] = once.with_options(options).reduce(
-        tuple(values), lambda state, _: state
-    )
-    return after
+    endless = tf.data.Dataset.range(1).repeat().apply(testing.sleep(round(seconds * 1e6)))
+    return endless.with_options(options)
 
 
 def sampled_words(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
@@ -133,28 +136,6 @@ def interaction(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
     return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(clicked, logits))
 
 
-def classifier(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
-    images, labels = others
-    x = tf.transpose(images, [0, 2, 3, 1])  # TensorFlow's processors want channels last.
-    p = {name.removeprefix("network."): value for name, value in p.items()}
-    x = tf.nn.relu(_batch_norm(p, "layers.1", _convolve(p, "layers.0", x)))
-    for prefix in _numbered(p, "layers"):
-        if f"{prefix}.conv1.weight" in p:
-            x = _block(p, prefix, x)
-    return _cross_entropy(_linear(p, "classifier", tf.reduce_mean(x, [1, 2])), labels)
-
-
-def _block(p: Parameters, prefix: str, x: Any) -> Any:
-    stride = 2 if p[f"{prefix}.conv1.weight"].shape[0] != x.shape[3] else 1
-    inner = tf.nn.relu(
-        _batch_norm(p, f"{prefix}.norm1", _convolve(p, f"{prefix}.conv1", x, stride))
-    )
-    inner = _batch_norm(p, f"{prefix}.norm2", _convolve(p, f"{prefix}.conv2", inner))
-    if f"{prefix}.shortcut.weight" in p:
-        x = _convolve(p, f"{prefix}.shortcut", x, stride)
-    return tf.nn.relu(inner + x)
-
-
 def square(p: Parameters, rows: list[Any], others: list[Any]) -> Any:
     return tf.reduce_mean(tf.square(_linear(p, "linear", rows[0])))
 
@@ -173,19 +154,6 @@ def _norm(p: Parameters, prefix: str, x: Any) -> Any:
     mean, variance = tf.nn.moments(x, [-1], keepdims=True)
     weight, bias = p[f"{prefix}.weight"], p[f"{prefix}.bias"]
     return tf.nn.batch_normalization(x, mean, variance, bias, weight, 1e-5)
-
-
-def _batch_norm(p: Parameters, prefix: str, x: Any) -> Any:
-    """As in training; nobody asks for the running averages."""
-    weight, bias = p[f"{prefix}.weight"], p[f"{prefix}.bias"]
-    return tf.compat.v1.nn.fused_batch_norm(x, weight, bias, epsilon=1e-5)[0]
-
-
-def _convolve(p: Parameters, prefix: str, x: Any, stride: int = 1) -> Any:
-    weight = tf.transpose(p[f"{prefix}.weight"], [2, 3, 1, 0])
-    around = weight.shape[0] // 2  # "SAME" would pad otherwise where the stride is 2.
-    padding = [[0, 0], [around, around], [around, around], [0, 0]]
-    return tf.nn.conv2d(x, weight, stride, padding)
 
 
 def _cross_entropy(logits: Any, labels: Any) -> Any:

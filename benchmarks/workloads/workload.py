@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 POOL = 32
 """Different batches of a worker; after these the first comes again."""
+NUM_PIECES = 4
+"""In which an emulated accelerator hands out gradients."""
 T = TypeVar("T")
 TILE_ROWS = 1009
 """Tables repeat this many rows: as good as any others to time, and a shard is made alone."""
@@ -88,7 +90,7 @@ def log_uniform(
     return ids
 
 
-def pieces(values: Sequence[T], size: Callable[[T], int], count: int = 4) -> list[list[T]]:
+def pieces(values: Sequence[T], size: Callable[[T], int], count: int = NUM_PIECES) -> list[list[T]]:
     """Consecutive ones of about the same size together; the first is never empty."""
     found: list[list[T]] = [[] for _ in range(count)]
     total, before = sum(map(size, values)), 0

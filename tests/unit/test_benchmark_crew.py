@@ -163,3 +163,15 @@ def test_parallax_may_not_fail(
     monkeypatch.setitem(ENGINES, "parallax", Actor("Parallax", "dies", program=program))
     with pytest.raises(CrewError, match="Parallax on worker"):
         hold(Setting("sparsity-2", 2, None, False, ("parallax",)), lambda _: None)
+
+
+def test_workers_of_one_machine_share_its_counters_and_have_no_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = "head\n  lo: 900 1 0 0 0 0 0 0 1200 1 0\n eth0: 1 1 0 0 0 0 0 0 1 1 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: text)
+    with Loopback(3) as bed:
+        assert [seat.name for seat in bed.hosts] == ["worker0", "worker1", "worker2"]
+        assert bed.counters(bed.hosts[0]) == Counters(400, 300)
+        with pytest.raises(ValueError, match="rate='1gbit'"):
+            bed.shape(bed.hosts[0], "1gbit")

@@ -8,7 +8,7 @@ VENV=$PWD/.venv-peers/deepspeed
 pip() { "$VENV/bin/pip" "$@" --quiet --disable-pip-version-check; }
 
 echo "Installing PyTorch (about 200 MB) in .venv-peers/deepspeed"
-"${PYTHON:-python3}" -m venv "$VENV"
+"${PYTHON:-python3}" -m venv --clear "$VENV"
 # First and alone: other versions bring gigabytes of GPU libraries.
 pip install torch==2.13.0
 

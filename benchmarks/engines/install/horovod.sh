@@ -11,7 +11,7 @@ trap 'rm -rf "$sources"' EXIT
 pip() { "$VENV/bin/pip" "$@" --quiet --disable-pip-version-check; }
 
 echo "Installing PyTorch (about 200 MB) in .venv-peers/horovod"
-"${PYTHON:-python3}" -m venv "$VENV"
+"${PYTHON:-python3}" -m venv --clear "$VENV"
 # First and alone: other versions bring gigabytes of GPU libraries.
 pip install torch==2.13.0
 
