@@ -90,6 +90,7 @@ def test_a_worker_that_dies_between_turns_is_named(program: str, tmp_path: Path)
     crew.start(1)
     crew.take_turn(1)
     os.kill(int(crew.versions["pid"]), 9)
+    os.waitid(os.P_PID, int(crew.versions["pid"]), os.WEXITED | os.WNOWAIT)
     with pytest.raises(CrewError, match="Actor on worker0, see .*actor-0.log: it ended"):
         crew.take_turn(1)
 
