@@ -21,7 +21,7 @@ from benchmarks.testbed import Counters, Testbed
 START_SECONDS = 600.0
 TURN_SECONDS = 900.0
 QUIET_SECONDS = 0.02
-QUIET_BYTES = 32 << 10
+QUIET_BYTES = 64 << 10
 """Less than this in that time is no message of a step; some engines ask each other all the time."""
 SETTLE_SECONDS = 2.0
 """After which an engine that never falls silent is stopped all the same."""
