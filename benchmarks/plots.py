@@ -68,19 +68,27 @@ def _against_workers(contests: list[Contest], value: Any, label: str) -> Picture
                 color=COLOURS[engine],
                 label=ENGINES[engine].title,
             )
-        _limit_line(axes, members, value)
+        if value is _throughput:
+            _limit_line(axes, members)
         compute = "emulated" if is_emulated else "real compute"
         axes.set(title=f"{name}, {rate}, {compute}", xlabel="workers (one a host)")
-        axes.set(ylabel=label.format(unit=by_name(name).samples[1]), yscale="log")
+        axes.set(ylabel=label.format(unit=by_name(name).samples[1]))
+        _scale(axes, [height for points in lines.values() for _, height in points])
         axes.set_xticks(sorted({contest.setting.num_hosts for contest in members}))
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
     return picture
 
 
-def _limit_line(axes: Axes, members: list[Contest], value: Any) -> None:
-    if value is not _throughput:
-        return
+def _scale(axes: Axes, heights: list[float]) -> None:
+    """From zero, so that heights can be compared; by powers where they differ too much for it."""
+    if max(heights) > 10 * min(heights):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def _limit_line(axes: Axes, members: list[Contest]) -> None:
     points = []
     for contest in members:
         ours = next(each for each in figures_of(contest) if each.engine == OURS)
@@ -88,7 +96,7 @@ def _limit_line(axes: Axes, members: list[Contest], value: Any) -> None:
             points.append((contest.setting.num_hosts, contest.setting.num_samples / ours.limit))
     if points:
         where = zip(*sorted(points), strict=True)
-        axes.plot(*where, ls="--", color="black", label="Parallax's limit")
+        axes.plot(*where, ls="--", marker="_", color="black", label="Parallax's limit")
 
 
 def _splits(contests: list[Contest]) -> Picture:
@@ -113,7 +121,7 @@ def _splits(contests: list[Contest]) -> Picture:
             place = max(range(len(figures)), key=lambda index: figures[index].seconds)
             cut = f"{others[-1]:,.0f} ms → "
             axes.text(1.3 * others[-2], place, cut, ha="right", va="center", fontsize=8)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.5, -0.14))
     return picture
 
 
