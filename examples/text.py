@@ -9,8 +9,8 @@ from __future__ import annotations
 import bz2
 import hashlib
 import html
-import os
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -68,9 +68,10 @@ def load_corpus(text: Path | None, max_words: int, cache: Path) -> Corpus:
         return Corpus(**torch.load(cached, weights_only=True))
     corpus = _number(list(_words(source)), max_words)
     cache.mkdir(parents=True, exist_ok=True)
-    own = cached.with_suffix(f".{os.getpid()}.tmp")
-    torch.save({"words": corpus.words, "ids": corpus.ids}, own)
-    own.replace(cached)
+    # A name of its own by chance: processes of several hosts may have the same number.
+    with tempfile.NamedTemporaryFile(dir=cache, suffix=".tmp", delete=False) as own:
+        torch.save({"words": corpus.words, "ids": corpus.ids}, own)
+    Path(own.name).replace(cached)
     return corpus
 
 
