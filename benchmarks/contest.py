@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crew import LOGS, Crew, CrewError, Turn
+from benchmarks.crew import LOGS, ROOT, Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
 from benchmarks.loopback import Loopback
 from benchmarks.memory import available_bytes
@@ -248,7 +248,7 @@ def _commit() -> str:
     command = ["git", "describe", "--always", "--dirty"]
     try:
         return subprocess.run(
-            command, cwd=LOGS.parents[1], capture_output=True, text=True, check=True
+            command, cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

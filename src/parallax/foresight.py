@@ -59,13 +59,13 @@ class Foresight:
 
     # From the loader ----------------------------------------------------------------------
 
-    def follows(self, loader: int) -> bool:
-        """Whether a loader feeds the thread that trains: a script may read others elsewhere."""
+    def is_followed(self) -> bool:
+        """Whether a loader is read here by the thread that trains, not by one of the script's."""
         return self._is_on and threading.get_ident() == self._home
 
     def reads_ahead(self, loader: int) -> bool:
         """Whether the batch after the next one is of use; the same on all workers."""
-        return self.follows(loader) and bool(self._agreed.get(loader))
+        return self.is_followed() and bool(self._agreed.get(loader))
 
     def draws(self, loader: int) -> None:
         """Reading this loader draws random numbers here."""
@@ -75,7 +75,7 @@ class Foresight:
     def hand_out(self, of: Pass, batch: Any, following: tuple[Any, ...]) -> None:
         """The script gets a batch; `following` is the one after it, if it has been read."""
         loader, _ = of
-        if not self.follows(loader):
+        if not self.is_followed():
             return
         self._loader, self._is_learned = loader, False
         self._leaves, self._found = leaves_of(batch), {}
@@ -90,7 +90,7 @@ class Foresight:
 
     def end(self, loader: int) -> None:
         """The loader has ended."""
-        if self.follows(loader):
+        if self.is_followed():
             self._loader, self._leaves = None, []
             self._close_window()
 
@@ -106,9 +106,9 @@ class Foresight:
         return ahead
 
     def _take(self, ahead: Ahead | None) -> None:
-        for order, rows in [] if ahead is None else ahead.complete():
-            if order.stock.shard is not None:
-                self._tables[order.stock.name].foresee(order.slots, rows, order.places)
+        for demand, rows in [] if ahead is None else ahead.complete():
+            if demand.stock.shard is not None:
+                self._tables[demand.stock.name].foresee(demand.slots, rows, demand.places)
 
     def _close_window(self) -> None:
         for table in self._tables.values():

@@ -60,7 +60,7 @@ class TableRows:
         """Rows may have changed that no foreseen lookup has asked for; the same on all workers."""
         self._foreseen = False
         """All workers have the rows of this batch's lookups. See [Note: lookahead]."""
-        self.is_surprised = False
+        self._is_surprised = False
         """Something of this table was not as foreseen, here. See `was_surprised`."""
         self._is_used = True
         """A lookup took rows that were foreseen for this batch."""
@@ -242,7 +242,7 @@ class TableRows:
         The lookup was made after so many updates; if there were more since, its rows are not among
         those that the next update was expected to change.
         """
-        self.is_surprised |= num_updates != self._num_updates
+        self._is_surprised |= num_updates != self._num_updates
         if self.retired:
             raise ParallaxError(
                 f"backward through a lookup of {self.name!r} from before it was used whole in an "
@@ -339,7 +339,7 @@ class TableRows:
 
     def was_surprised(self) -> bool:
         """Whether something was not as foreseen, here and since this was asked last."""
-        surprised, self.is_surprised = self.is_surprised or not self._is_used, False
+        surprised, self._is_surprised = self._is_surprised or not self._is_used, False
         return surprised
 
     def replaced(self) -> None:
@@ -397,7 +397,7 @@ class TableRows:
         if request.is_faulty:
             self._raise_alone(request.fault)
         if len(missing):
-            self.is_surprised = True
+            self._is_surprised = True
             operation = peers.operation(Verb.DETOUR, self.name)
             places = self.row_map.places(missing)
             rows = peers.detour(operation, self.row_map.counts(missing), places)

@@ -125,7 +125,7 @@ class ShardedLoader:
 
     def _read(self, ready: Iterator[Ready]) -> Ready | None:
         """The next batch. If reading draws random numbers it is not to be done any earlier."""
-        if self._foresight is None or self._draws or not self._foresight.follows(self._number):
+        if self._foresight is None or self._draws or not self._foresight.is_followed():
             return next(ready, None)
         before = random_state()
         found = next(ready, None)

@@ -53,13 +53,13 @@ class Want:
     stock: Stock
     slots: Tensor
     rows: Tensor
-    """The owner's, as they are now: the table may be another's to change when they are needed."""
+    """The owner's, as they are now: the table may have become whole when they are needed."""
     is_known: bool = True
     """Whether this worker can tell."""
 
 
 @dataclass
-class Order:
+class Demand:
     """The rows of a table that all workers want for a batch."""
 
     stock: Stock
@@ -93,7 +93,7 @@ class Ahead:
 
     def __init__(self, peers: Peers, wants: Sequence[Want], number: int) -> None:
         """`number` counts them, the same on all workers."""
-        self.orders: list[Order] = []
+        self.demands: list[Demand] = []
         self._peers = peers
         self._wants = wants
         self._number = number
@@ -106,25 +106,25 @@ class Ahead:
         """Let what a running step leaves alone go now, beside it."""
         self._early = courier.send(self._sent_early)
 
-    def complete(self) -> list[tuple[Order, Tensor]]:
-        """No step runs any more: the rows of all orders."""
+    def complete(self) -> list[tuple[Demand, Tensor]]:
+        """No step runs any more: the rows of all demands."""
         with self._peers.waiting(self._where):
             if self._early is not None:
                 early = self._early.result()
             else:
                 self._hear()
                 early = []
-                for order in self.orders:
-                    order.all_late()
+                for demand in self.demands:
+                    demand.all_late()
             return self._completed(early)
 
     def _sent_early(self) -> list[Tensor]:
         self._hear()
-        if not self.orders:
+        if not self.demands:
             return []
         self._tell_late()
-        goes = [~order.goes_late for order in self.orders]
-        comes = [~order.comes_late for order in self.orders]
+        goes = [~demand.goes_late for demand in self.demands]
+        comes = [~demand.comes_late for demand in self.demands]
         return self._swapped_rows(goes, comes)
 
     def _send_ids(self) -> None:
@@ -170,8 +170,8 @@ class Ahead:
             if not unknown[i]:
                 places = torch.cat(pieces[i :: len(self._wants)])
                 asked = [row[i] for row in told]
-                order = Order(want.stock, want.slots, self._counts[i], asked, places, want.rows)
-                self.orders.append(order)
+                demand = Demand(want.stock, want.slots, self._counts[i], asked, places, want.rows)
+                self.demands.append(demand)
 
     def _check_together(self, words: list[list[int]]) -> None:
         for rank, row in enumerate(words):
@@ -182,44 +182,44 @@ class Ahead:
                 )
 
     def _tell_late(self) -> None:
-        for order in self.orders:
-            hot = order.stock.is_hot(order.places)
-            order.goes_late = torch.ones_like(hot) if order.stock.spoiled else hot
-        masks = [order.goes_late.to(torch.uint8) for order in self.orders]
-        asked, counts = ([o.asked for o in self.orders], [o.counts for o in self.orders])
-        for order, mask in zip(self.orders, self._swapped(masks, asked, counts), strict=True):
-            order.comes_late = mask.bool()
+        for demand in self.demands:
+            hot = demand.stock.is_hot(demand.places)
+            demand.goes_late = torch.ones_like(hot) if demand.stock.spoiled else hot
+        masks = [demand.goes_late.to(torch.uint8) for demand in self.demands]
+        asked, counts = ([o.asked for o in self.demands], [o.counts for o in self.demands])
+        for demand, mask in zip(self.demands, self._swapped(masks, asked, counts), strict=True):
+            demand.comes_late = mask.bool()
         self._peers.ledger.header_bytes += sum(len(mask) for mask in masks)
 
-    def _completed(self, early: list[Tensor]) -> list[tuple[Order, Tensor]]:
-        came = [~order.comes_late for order in self.orders]
-        for order in self.orders:
-            if order.stock.spoiled:
-                order.all_late()
+    def _completed(self, early: list[Tensor]) -> list[tuple[Demand, Tensor]]:
+        came = [~demand.comes_late for demand in self.demands]
+        for demand in self.demands:
+            if demand.stock.spoiled:
+                demand.all_late()
         start = time.perf_counter()
-        goes = [order.goes_late for order in self.orders]
-        comes = [order.comes_late for order in self.orders]
-        late = self._swapped_rows(goes, comes) if self.orders else []
+        goes = [demand.goes_late for demand in self.demands]
+        comes = [demand.comes_late for demand in self.demands]
+        late = self._swapped_rows(goes, comes) if self.demands else []
         self._book(time.perf_counter() - start)
         results = []
-        for i, order in enumerate(self.orders):
+        for i, demand in enumerate(self.demands):
             rows = late[i]
-            if len(rows) < len(order.slots):
-                rows = rows.new_empty((len(order.slots), *rows.shape[1:]))
+            if len(rows) < len(demand.slots):
+                rows = rows.new_empty((len(demand.slots), *rows.shape[1:]))
                 rows[came[i]], rows[comes[i]] = early[i], late[i]
-            results.append((order, rows))
+            results.append((demand, rows))
         return results
 
     # Inside -------------------------------------------------------------------------------
 
     def _swapped_rows(self, goes: list[Tensor], comes: list[Tensor]) -> list[Tensor]:
-        """Send the rows of each order that `goes` marks; get those that `comes` marks."""
+        """Send the rows of each demand that `goes` marks; get those that `comes` marks."""
         rows = [
-            order.shard.index_select(0, order.places[mask])
-            for order, mask in zip(self.orders, goes, strict=True)
+            demand.shard.index_select(0, demand.places[mask])
+            for demand, mask in zip(self.demands, goes, strict=True)
         ]
-        sent = [_counted(m, o.asked) for m, o in zip(goes, self.orders, strict=True)]
-        received = [_counted(m, o.counts) for m, o in zip(comes, self.orders, strict=True)]
+        sent = [_counted(m, o.asked) for m, o in zip(goes, self.demands, strict=True)]
+        received = [_counted(m, o.counts) for m, o in zip(comes, self.demands, strict=True)]
         return self._swapped(rows, sent, received)
 
     def _swapped(
@@ -231,16 +231,16 @@ class Ahead:
 
     def _book(self, seconds: float) -> None:
         rank, ledger = self._peers.rank, self._peers.ledger
-        for order in self.orders:
-            wanted = sum(order.counts) - order.counts[rank]
-            served = sum(order.asked) - order.asked[rank]
-            size_bytes = row_bytes(order.shard)
+        for demand in self.demands:
+            wanted = sum(demand.counts) - demand.counts[rank]
+            served = sum(demand.asked) - demand.asked[rank]
+            size_bytes = row_bytes(demand.shard)
             ledger.add(
-                order.stock.name,
+                demand.stock.name,
                 sent_bytes=cost.pull_bytes(wanted, served, size_bytes),
                 received_bytes=cost.pull_bytes(served, wanted, size_bytes),
-                rows=len(order.slots),
-                seconds=seconds / len(self.orders),
+                rows=len(demand.slots),
+                seconds=seconds / len(self.demands),
             )
 
 
