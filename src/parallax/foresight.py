@@ -52,7 +52,7 @@ class Foresight:
         self._found: dict[str, list[Recipe | None]] = {}
         self._is_learned = False
         """The batch has been looked at in a reduction."""
-        self._courier = Courier()
+        self._courier = Courier("parallax-ahead")
         self._ahead: Ahead | None = None
         self._ahead_of: Pass | None = None
         self._number = 0
@@ -83,9 +83,13 @@ class Foresight:
         ahead = self._awaited(of)
         if ahead is None and agreed:
             ahead = self._asked(agreed, batch)
-        self._take(ahead)
-        if agreed and following:
+        if ahead is not None:
+            ahead.send_late()
+        if agreed and following:  # Beside the rows, which are waited for.
             self._ahead, self._ahead_of = self._asked(agreed, following[0]), of
+        if ahead is not None:
+            self._take(ahead)
+        if self._ahead is not None:
             self._ahead.send_early(self._courier)
 
     def end(self, loader: int) -> None:
@@ -101,12 +105,13 @@ class Foresight:
         """What is on its way, if it is for this pass; else it is let arrive and dropped."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._ahead_of != of:
-            ahead.complete()
+            ahead.send_late()
+            ahead.arrived()
             return None
         return ahead
 
-    def _take(self, ahead: Ahead | None) -> None:
-        for demand, rows in [] if ahead is None else ahead.complete():
+    def _take(self, ahead: Ahead) -> None:
+        for demand, rows in ahead.arrived():
             if demand.stock.shard is not None:
                 self._tables[demand.stock.name].foresee(demand.slots, rows, demand.places)
 

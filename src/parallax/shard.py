@@ -64,15 +64,50 @@ class RowMap:
         return whole[owner :: self.num_workers].clone(memory_format=torch.contiguous_format)
 
 
-def merged(
-    slots: Sequence[Tensor], values: Sequence[Tensor], scale: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Sum the values of equal slots, times `scale`; the result's slots are sorted.
+@dataclass(frozen=True)
+class Merge:
+    """Which of some rows are the same one. It is known before the rows' values have come."""
 
-    Piece by piece: concatenating the values first would copy all of them once more.
+    slots: Tensor
+    """Distinct and sorted."""
+    order: Tensor
+    """The rows, those of a slot beside each other and otherwise in the order they had."""
+    starts: Tensor
+    """Where those of each slot begin."""
+
+    @staticmethod
+    def of(slots: Tensor) -> Merge:
+        ordered, order = torch.sort(slots, stable=True)
+        is_first = torch.ones_like(ordered, dtype=torch.bool)
+        torch.ne(ordered[1:], ordered[:-1], out=is_first[1:])
+        starts = is_first.nonzero().squeeze(1)
+        return Merge(ordered[starts], order, starts)
+
+    def summed(self, values: Tensor, scale: float = 1.0) -> Tensor:
+        """The sum for each slot, times `scale`."""
+        total = values.new_empty((len(self.slots), *values.shape[1:]))
+        if not total.numel():
+            return total
+        # It reads every row once and writes every sum once; `index_add_` takes three times as long.
+        weights = values.new_full((len(self.order),), scale)
+        flat = values.reshape(len(values), -1)
+        summed, *_ = torch.embedding_bag(flat, self.order, self.starts, False, 0, False, weights)
+        return summed.reshape(total.shape)
+
+
+def merged(slots: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum the values of equal slots; the result's slots are sorted."""
+    merge = Merge.of(torch.cat(list(slots)))
+    return merge.slots, merge.summed(torch.cat(list(values)))
+
+
+def regrouped(sizes: Tensor) -> Tensor:
+    """Where rows lie that are sorted by line and then column, when sorted by column first.
+
+    `sizes[line, column]` is how many there are of each.
     """
-    distinct, inverse = torch.unique(torch.cat(list(slots)), return_inverse=True)
-    total = values[0].new_zeros((len(distinct), *values[0].shape[1:]))
-    for places, piece in zip(inverse.split([len(v) for v in values]), values, strict=True):
-        total.index_add_(0, places, piece, alpha=scale)
-    return distinct, total
+    before = sizes.flatten().cumsum(0) - sizes.flatten()
+    columns = sizes.t().flatten()
+    after = (columns.cumsum(0) - columns).reshape(sizes.t().shape).t().flatten()
+    moved = torch.repeat_interleave(after - before, sizes.flatten())
+    return torch.arange(len(moved)) + moved

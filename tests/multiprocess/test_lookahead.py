@@ -54,12 +54,13 @@ class Script:
 
 
 class Net(nn.Module):
-    """Two tables; the first is looked up with two slices of the batch."""
+    """Three tables, two of them alike; the first is looked up with two slices of the batch."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
         self.words = nn.Embedding(ROWS, 4)
         self.tags = nn.Embedding(ROWS, 3)
+        self.marks = nn.Embedding(ROWS, 4)
         self.out = nn.Linear(7, 1)
         self.unused = nn.Linear(3, 2) if script.has_unused_layer else None
         self.script = script
@@ -75,6 +76,7 @@ class Net(nn.Module):
         tagged = found.new_zeros(len(found), 3)
         if self.num_steps >= self.script.second_table_from:
             tagged = self.tags(tags)
+            found = found + self.marks(tags)
         if self.script.draws:
             found = found * torch.rand(())
         if self.script.late_backward:  # torch refuses a backward through a weight that was stepped
@@ -147,7 +149,7 @@ def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[int
     torch.manual_seed(0)
     model = Net(script).double()
     optimizer = getattr(torch.optim, script.optimizer)(model.parameters(), lr=0.1)
-    routes = {"words.*": "sharded", "tags.*": "sharded"}
+    routes = {"words.*": "sharded", "tags.*": "sharded", "marks.*": "sharded"}
     session = parallax.parallelize(model, optimizer, routes=routes, lookahead=script.lookahead)
     headers = count_headers(session)
     data = Samples(script)
@@ -268,12 +270,12 @@ def test_a_wrong_guess_on_one_worker_is_served(script: Script) -> None:
 
 
 def test_foreseen_lookups_need_no_headers() -> None:
-    """Three lookups and a reduction: once the tables are foreseen only the reduction has one."""
+    """Four lookups and a reduction: once the tables are foreseen only the reduction has one."""
     for counts in assert_same(Script(drop_last=True), 2):
-        assert counts[0] == 4
+        assert counts[0] == 5
         assert counts[2:] == [1] * len(counts[2:])
     for counts in assert_same(Script(drop_last=True, lookahead=False), 2):
-        assert counts == [4] * len(counts)
+        assert counts == [5] * len(counts)
 
 
 def test_a_pass_that_was_left_does_not_end_foresight() -> None:
@@ -284,7 +286,7 @@ def test_a_pass_that_was_left_does_not_end_foresight() -> None:
 def test_lookups_after_the_reduction_are_collective_again() -> None:
     script = Script(second_forward=True, drop_last=True)
     for counts in assert_same(script, 2):
-        assert counts[2:] == [1 + 3 + 1] * len(counts[2:])
+        assert counts[2:] == [1 + 4 + 1] * len(counts[2:])
 
 
 def test_a_table_whose_ids_are_made_in_forward_does_not_hold_up_the_other() -> None:
@@ -299,7 +301,7 @@ def draw(lookahead: bool) -> list[float]:
     torch.manual_seed(0)
     model = Net(Script()).double()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    routes = {"words.*": "sharded", "tags.*": "sharded"}
+    routes = {"words.*": "sharded", "tags.*": "sharded", "marks.*": "sharded"}
     session = parallax.parallelize(model, optimizer, routes=routes, lookahead=lookahead)
     loader = session.shard(DataLoader(Samples(Script(draws=True)), BATCH), split=True)
     drawn = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallax.shard import RowMap, merged
+from parallax.shard import Merge, RowMap, merged, regrouped
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 12, 13])
@@ -44,3 +44,32 @@ def test_merged_sums_rows_of_equal_slots() -> None:
     )
     assert slots.tolist() == [1, 2, 4]
     assert values.tolist() == [[1.0], [20.0], [12.0]]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_merging_sums_rows_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    slots = torch.tensor([7, 2, 7, 0, 2, 7])
+    values = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    merge = Merge.of(slots)
+    assert merge.slots.tolist() == [0, 2, 7]
+    wanted = torch.stack([values[slots == slot].sum(0) * 0.5 for slot in (0, 2, 7)])
+    torch.testing.assert_close(merge.summed(values, 0.5), wanted)
+
+
+def test_merging_nothing() -> None:
+    merge = Merge.of(torch.empty(0, dtype=torch.int64))
+    assert merge.summed(torch.empty(0, 4)).shape == (0, 4)
+
+
+def test_regrouping_sorts_blocks_by_column() -> None:
+    sizes = torch.tensor([[2, 0, 1], [1, 3, 0]])
+    blocks = torch.tensor([0, 0, 2, 10, 11, 11, 11])  # ten times the line, plus the column
+    places = regrouped(sizes)
+    assert torch.empty(7, dtype=torch.int64).index_copy_(0, places, blocks).tolist() == [
+        *(0, 0, 10),
+        *(11, 11, 11),
+        2,
+    ]
+    assert places[regrouped(sizes.t())].tolist() == list(range(7))
+    assert regrouped(torch.zeros(2, 0, dtype=torch.int64)).tolist() == []

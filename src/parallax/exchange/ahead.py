@@ -18,7 +18,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,11 +26,12 @@ from torch import Tensor
 
 from parallax import cost
 from parallax.errors import OutOfStepError
-from parallax.exchange.collective import Shipment, row_bytes
+from parallax.exchange.collective import row_bytes
 from parallax.exchange.courier import Courier
 from parallax.exchange.header import NO_FAULT, Layout, Verb, grown
 from parallax.exchange.peers import Lane, Peers
-from parallax.shard import RowMap
+from parallax.exchange.shipment import Shipment, families
+from parallax.shard import RowMap, regrouped
 
 
 class Stock(Protocol):
@@ -58,24 +59,17 @@ class Want:
     """Whether this worker can tell."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Demand:
-    """The rows of a table that all workers want for a batch."""
+    """The rows of a table that workers want for a batch."""
 
     stock: Stock
     slots: Tensor
-    counts: list[int]
-    """By owner: how many of them it has."""
-    asked: list[int]
-    """By worker: how many rows it wants from here."""
+    """Those that this worker wants."""
     places: Tensor
-    """Which those are, by worker."""
+    """Those that workers want from here."""
     rows: Tensor
     """The owner's, as they were when this began."""
-    comes_late: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-    """By slot: whether it comes when the step is over."""
-    goes_late: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
-    """By place: the same of what is served."""
 
     @property
     def shard(self) -> Tensor:
@@ -83,9 +77,19 @@ class Demand:
         shard = self.stock.shard
         return self.rows if shard is None else shard
 
-    def all_late(self) -> None:
-        self.comes_late = torch.ones_like(self.slots, dtype=torch.bool)
-        self.goes_late = torch.ones_like(self.places, dtype=torch.bool)
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the rows, which go together: those that come early, or the others."""
+
+    sent: Tensor
+    """By table and worker: how many go there."""
+    received: Tensor
+    """By table and owner: how many come from there."""
+    places: Tensor
+    """Which rows go: by table, and in each by worker."""
+    destinations: Tensor
+    """Where those that come belong among all, by table. They come by owner and in each by table."""
 
 
 class Ahead:
@@ -93,55 +97,65 @@ class Ahead:
 
     def __init__(self, peers: Peers, wants: Sequence[Want], number: int) -> None:
         """`number` counts them, the same on all workers."""
-        self.demands: list[Demand] = []
         self._peers = peers
-        self._wants = wants
+        # Families lie beside each other, so that the rows of each are a part of all.
+        self._wants = [wants[i] for i in itertools.chain(*families([w.rows for w in wants]))]
         self._number = number
         self._where = f"the rows of batch {number} ahead"
         self._layout = Layout(max_counts=len(wants), num_flags=len(wants))
-        self._early: Future[list[Tensor]] | None = None
+        self._early: Future[None] | None = None
+        self._demands: list[Demand] = []
+        self._buffers: list[Tensor] = []
+        self._shipment: Shipment | None = None
         self._send_ids()
 
     def send_early(self, courier: Courier) -> None:
         """Let what a running step leaves alone go now, beside it."""
-        self._early = courier.send(self._sent_early)
+        self._early = courier.send(self._bring_early)
 
-    def complete(self) -> list[tuple[Demand, Tensor]]:
-        """No step runs any more: the rows of all demands."""
+    def send_late(self) -> None:
+        """No step runs any more: let the other rows go."""
         with self._peers.waiting(self._where):
             if self._early is not None:
-                early = self._early.result()
+                self._early.result()
             else:
                 self._hear()
-                early = []
-                for demand in self.demands:
-                    demand.all_late()
-            return self._completed(early)
+                self._late = self._all
+            if not self._demands:
+                return
+            if any(demand.stock.spoiled for demand in self._demands):
+                self._late = self._with_spoiled()
+            self._started = time.perf_counter()
+            self._shipment = self._sent(self._late)
 
-    def _sent_early(self) -> list[Tensor]:
-        self._hear()
-        if not self.demands:
+    def arrived(self) -> list[tuple[Demand, Tensor]]:
+        """The rows of all demands."""
+        if self._shipment is None:
             return []
-        self._tell_late()
-        goes = [~demand.goes_late for demand in self.demands]
-        comes = [~demand.comes_late for demand in self.demands]
-        return self._swapped_rows(goes, comes)
+        with self._peers.waiting(self._where):
+            self._land(self._late, self._shipment)
+        self._book(time.perf_counter() - self._started)
+        sizes = [len(demand.slots) for demand in self._demands]
+        rows = itertools.chain.from_iterable(
+            buffer.split_with_sizes([sizes[i] for i in members])
+            for buffer, members in zip(self._buffers, self._families, strict=True)
+        )
+        return list(zip(self._demands, rows, strict=True))
+
+    # Ids ----------------------------------------------------------------------------------
 
     def _send_ids(self) -> None:
-        slots = [want.slots for want in self._wants]
         maps = [want.stock.row_map for want in self._wants]
-        self._counts = [rows.counts(of) for rows, of in zip(maps, slots, strict=True)]
-        parts = [
-            rows.places(of).split(counts)
-            for rows, of, counts in zip(maps, slots, self._counts, strict=True)
-        ]
-        ids = torch.cat(list(itertools.chain.from_iterable(zip(*parts, strict=True))))
-        self._ids = ids.to(torch.int32)
+        slots = [want.slots for want in self._wants]
+        self._counts = torch.tensor([m.counts(s) for m, s in zip(maps, slots, strict=True)])
+        places = torch.cat([m.places(s) for m, s in zip(maps, slots, strict=True)])
+        order = regrouped(self._counts.t()).to(places.device)
+        self._ids = places.to(torch.int32)[order]
         where = (Verb.LOOKUP, self._number, len(self._wants), self._peers.step)
         header = self._layout.pack(
             where,
             NO_FAULT,
-            list(zip(*self._counts, strict=True)),
+            self._counts.t().tolist(),
             [not want.is_known for want in self._wants],
             self._ids.cpu(),
             self._peers.room_ahead,
@@ -154,24 +168,18 @@ class Ahead:
         self._peers.wait(work)
         words = self._layout.words(messages)
         self._check_together(words)
-        told = [row[7 : 7 + len(self._wants)] for row in words]
-        totals = [sum(row) for row in told]
+        told = torch.tensor([row[7 : 7 + len(self._wants)] for row in words])
+        totals = told.sum(1).tolist()
         largest = max(row[6] for row in words)
         if largest <= self._peers.room_ahead:
             ids = self._layout.ids(messages, totals).to(self._ids.device)
         else:
-            sent = [sum(row) for row in zip(*self._counts, strict=True)]
+            sent = self._counts.sum(0).tolist()
             ids, work = self._peers.start_exchange(self._ids, sent, totals, Lane.AHEAD)
             self._peers.wait(work)
         self._peers.room_ahead = grown(self._peers.room_ahead, largest)
-        pieces = ids.long().split([count for row in told for count in row])
-        unknown = self._layout.flags(messages)
-        for i, want in enumerate(self._wants):
-            if not unknown[i]:
-                places = torch.cat(pieces[i :: len(self._wants)])
-                asked = [row[i] for row in told]
-                demand = Demand(want.stock, want.slots, self._counts[i], asked, places, want.rows)
-                self.demands.append(demand)
+        places = ids.long()[regrouped(told.t()).to(ids.device)]
+        self._note(told.t(), places, self._layout.flags(messages))
 
     def _check_together(self, words: list[list[int]]) -> None:
         for rank, row in enumerate(words):
@@ -181,72 +189,111 @@ class Ahead:
                     f"{row[1]}: every worker must ask its sharded loader for as many batches"
                 )
 
-    def _tell_late(self) -> None:
-        for demand in self.demands:
-            hot = demand.stock.is_hot(demand.places)
-            demand.goes_late = torch.ones_like(hot) if demand.stock.spoiled else hot
-        masks = [demand.goes_late.to(torch.uint8) for demand in self.demands]
-        asked, counts = ([o.asked for o in self.demands], [o.counts for o in self.demands])
-        for demand, mask in zip(self.demands, self._swapped(masks, asked, counts), strict=True):
-            demand.comes_late = mask.bool()
-        self._peers.ledger.header_bytes += sum(len(mask) for mask in masks)
-
-    def _completed(self, early: list[Tensor]) -> list[tuple[Demand, Tensor]]:
-        came = [~demand.comes_late for demand in self.demands]
-        for demand in self.demands:
-            if demand.stock.spoiled:
-                demand.all_late()
-        start = time.perf_counter()
-        goes = [demand.goes_late for demand in self.demands]
-        comes = [demand.comes_late for demand in self.demands]
-        late = self._swapped_rows(goes, comes) if self.demands else []
-        self._book(time.perf_counter() - start)
-        results = []
-        for i, demand in enumerate(self.demands):
-            rows = late[i]
-            if len(rows) < len(demand.slots):
-                rows = rows.new_empty((len(demand.slots), *rows.shape[1:]))
-                rows[came[i]], rows[comes[i]] = early[i], late[i]
-            results.append((demand, rows))
-        return results
-
-    # Inside -------------------------------------------------------------------------------
-
-    def _swapped_rows(self, goes: list[Tensor], comes: list[Tensor]) -> list[Tensor]:
-        """Send the rows of each demand that `goes` marks; get those that `comes` marks."""
-        rows = [
-            demand.shard.index_select(0, demand.places[mask])
-            for demand, mask in zip(self.demands, goes, strict=True)
+    def _note(self, asked: Tensor, places: Tensor, unknown: list[bool]) -> None:
+        """Keep what is wanted of the tables that all workers can tell of."""
+        pieces = places.split_with_sizes(asked.sum(1).tolist())
+        known = [i for i, is_unknown in enumerate(unknown) if not is_unknown]
+        self._demands = [
+            Demand(want.stock, want.slots, pieces[i], want.rows)
+            for i, want in enumerate(self._wants)
+            if i in known
         ]
-        sent = [_counted(m, o.asked) for m, o in zip(goes, self.demands, strict=True)]
-        received = [_counted(m, o.counts) for m, o in zip(comes, self.demands, strict=True)]
-        return self._swapped(rows, sent, received)
+        if len(known) < len(unknown):
+            nothing = places[:0]
+            places = torch.cat([nothing, *(pieces[i] for i in known)])
+        wanted = self._counts[known]
+        destinations = regrouped(wanted.t()).to(places.device)
+        self._all = Part(asked[known], wanted, places, destinations)
+        self._families = families([demand.rows for demand in self._demands])
+        for members in self._families:
+            like, size = self._demands[members[0]].rows, int(wanted[members].sum())
+            self._buffers.append(like.new_empty((size, *like.shape[1:])))
 
-    def _swapped(
-        self, tensors: list[Tensor], sent: list[list[int]], received: list[list[int]]
-    ) -> list[Tensor]:
-        leaving, coming = (torch.tensor(sizes).t() for sizes in (sent, received))
-        shipment = Shipment(self._peers, tensors, leaving, coming, Lane.AHEAD)
-        return [torch.cat(pieces) for pieces in shipment.arrived()]
+    # Rows ---------------------------------------------------------------------------------
+
+    def _bring_early(self) -> None:
+        self._hear()
+        if not self._demands:
+            return
+        late = [
+            torch.ones_like(d.places, dtype=torch.bool)
+            if d.stock.spoiled
+            else d.stock.is_hot(d.places)
+            for d in self._demands
+        ]
+        self._goes_late = torch.cat(late)
+        self._comes_late = self._told_late()
+        early = self._part(~self._goes_late, ~self._comes_late)
+        self._late = self._part(self._goes_late, self._comes_late)
+        self._land(early, self._sent(early))
+
+    def _told_late(self) -> Tensor:
+        """Tell the others which of their rows come late; by owner and table, which of mine do."""
+        order = regrouped(self._all.sent.t()).to(self._goes_late.device)
+        mask = self._goes_late[order].to(torch.uint8)
+        sent, received = self._all.sent.sum(0).tolist(), self._all.received.sum(0).tolist()
+        found, work = self._peers.start_exchange(mask, sent, received, Lane.AHEAD)
+        self._peers.wait(work)
+        self._peers.ledger.header_bytes += len(mask)
+        return found.bool()
+
+    def _with_spoiled(self) -> Part:
+        """What comes late if all rows of spoiled tables do."""
+        if self._late is self._all:
+            return self._all
+        spoiled = torch.tensor([demand.stock.spoiled for demand in self._demands])
+        goes = torch.repeat_interleave(spoiled, self._all.sent.sum(1))
+        wanted = self._all.received
+        comes = torch.repeat_interleave(spoiled.repeat(wanted.shape[1]), wanted.t().flatten())
+        device = self._goes_late.device
+        return self._part(self._goes_late | goes.to(device), self._comes_late | comes.to(device))
+
+    def _part(self, goes: Tensor, comes: Tensor) -> Part:
+        """What `goes` marks of what is asked, and `comes` of what is wanted."""
+        whole = self._all
+        return Part(
+            _counted(goes, whole.sent),
+            _counted(comes, whole.received.t()).t(),
+            whole.places[goes],
+            whole.destinations[comes],
+        )
+
+    def _sent(self, part: Part) -> Shipment:
+        places = part.places.split_with_sizes(part.sent.sum(1).tolist())
+        rows = [
+            demand.shard.index_select(0, where)
+            for demand, where in zip(self._demands, places, strict=True)
+        ]
+        return Shipment(self._peers, rows, part.sent, part.received, Lane.AHEAD)
+
+    def _land(self, part: Part, shipment: Shipment) -> None:
+        """Put the rows that come where they belong."""
+        first = 0
+        for buffer, family in zip(self._buffers, shipment.arrived(), strict=True):
+            places = part.destinations - first
+            if len(self._buffers) > 1:
+                places = places[(places >= 0) & (places < len(buffer))]
+            buffer.index_copy_(0, places, family.rows)
+            first += len(buffer)
 
     def _book(self, seconds: float) -> None:
-        rank, ledger = self._peers.rank, self._peers.ledger
-        for demand in self.demands:
-            wanted = sum(demand.counts) - demand.counts[rank]
-            served = sum(demand.asked) - demand.asked[rank]
-            size_bytes = row_bytes(demand.shard)
+        rank, ledger, whole = self._peers.rank, self._peers.ledger, self._all
+        wanted, served = (
+            (counts.sum(1) - counts[:, rank]).tolist() for counts in (whole.received, whole.sent)
+        )
+        for i, demand in enumerate(self._demands):
+            size_bytes = row_bytes(demand.rows)
             ledger.add(
                 demand.stock.name,
-                sent_bytes=cost.pull_bytes(wanted, served, size_bytes),
-                received_bytes=cost.pull_bytes(served, wanted, size_bytes),
+                sent_bytes=cost.pull_bytes(wanted[i], served[i], size_bytes),
+                received_bytes=cost.pull_bytes(served[i], wanted[i], size_bytes),
                 rows=len(demand.slots),
-                seconds=seconds / len(self.demands),
+                seconds=seconds / len(self._demands),
             )
 
 
-def _counted(mask: Tensor, sizes: Sequence[int]) -> list[int]:
+def _counted(mask: Tensor, sizes: Tensor) -> Tensor:
     """How many are marked in each of the consecutive parts of these sizes."""
     sums = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
-    edges = torch.tensor([0, *itertools.accumulate(sizes)], device=mask.device)
-    found: list[int] = sums[edges].diff().tolist()
-    return found
+    edges = torch.cat([sizes.new_zeros(1), sizes.flatten().cumsum(0)])
+    return sums[edges.to(mask.device)].diff().cpu().reshape(sizes.shape)

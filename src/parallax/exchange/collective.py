@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallax import cost
 from parallax.exchange.header import Fault, Operation
-from parallax.exchange.peers import Lane, Peers
-from parallax.shard import RowMap, merged
+from parallax.exchange.peers import Peers
+from parallax.exchange.shipment import Shipment, families
+from parallax.shard import Merge, RowMap, regrouped
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Push:
 
     parcels: list[Parcel]
     sent: Tensor
-    """By worker and parcel: rows that go there."""
+    """By parcel and worker: rows that go there."""
     received: Tensor
-    """By worker and parcel: rows that come from there."""
-    places: list[list[Tensor]]
-    """By parcel and worker: which rows those are."""
+    """By parcel and worker: rows that come from there."""
+    places: Tensor
+    """Which rows those are, by worker and in each by parcel."""
 
 
 def announce_push(
@@ -76,18 +76,15 @@ def announce_push(
 
     Every worker gives the same tables in the same order, with the rows that it has itself.
     """
-    counts = list(zip(*(p.row_map.counts(p.slots) for p in parcels), strict=True))
-    counts = counts or [()] * peers.num_workers
-    parts = [
-        p.row_map.places(p.slots).split(c)
-        for p, c in zip(parcels, zip(*counts, strict=True), strict=True)
-    ]
-    ids = torch.cat(_by_worker(parts)) if parts else None
-    told = peers.announce(operation, counts, ids=ids, flags=flags)
-    pieces = told.ids.long().split([count for row in told.counts for count in row])
-    places = [list(pieces[i :: len(parcels)]) for i in range(len(parcels))]
-    push = Push(parcels, torch.tensor(counts), torch.tensor(told.counts), places)
-    return push, told.flags
+    counts = torch.tensor([p.row_map.counts(p.slots) for p in parcels], dtype=torch.int64)
+    counts = counts.reshape(len(parcels), peers.num_workers)
+    ids = None
+    if parcels:
+        places = torch.cat([p.row_map.places(p.slots) for p in parcels])
+        ids = places[regrouped(counts.t()).to(places.device)]
+    told = peers.announce(operation, counts.t().tolist(), ids=ids, flags=flags)
+    received = torch.tensor(told.counts, dtype=torch.int64).t()
+    return Push(parcels, counts, received, told.ids.long()), told.flags
 
 
 def complete_push(
@@ -97,72 +94,61 @@ def complete_push(
     parcels = [push.parcels[i] for i in chosen]
     if peers.num_workers == 1 or not parcels:
         return parcels
-    columns = list(chosen)
-    sent, received = push.sent[:, columns], push.received[:, columns]
+    sent, received = push.sent[list(chosen)], push.received[list(chosen)]
     start = time.perf_counter()
     with peers.waiting(operation):
-        values = Shipment(peers, [p.values for p in parcels], sent, received).arrived()
+        values = [p.values for p in parcels]
+        shipment = Shipment(peers, values, sent, received)
+        # While the gradients travel.
+        merges = [_Merging.of(push, [chosen[i] for i in members]) for members in families(values)]
+        arrived = shipment.arrived()
     _book_push(peers, parcels, sent, received, time.perf_counter() - start)
-    return [
-        Parcel(parcel.name, parcel.row_map, *merged(push.places[i], pieces, 1 / peers.num_workers))
-        for i, parcel, pieces in zip(chosen, parcels, values, strict=True)
-    ]
+    found: dict[int, Parcel] = {}
+    for merging, family in zip(merges, arrived, strict=True):
+        summed = merging.summed(family.rows, 1 / peers.num_workers)
+        found |= dict(zip(family.members, summed, strict=True))
+    return [found[i] for i in range(len(parcels))]
+
+
+@dataclass(frozen=True)
+class _Merging:
+    """How the rows of a family come together. See [Note: families] in shipment.py."""
+
+    parcels: list[Parcel]
+    merge: Merge
+    offsets: list[int]
+    """What is added to the places of each table, so that no two have the same."""
+
+    @staticmethod
+    def of(push: Push, members: list[int]) -> _Merging:
+        parcels = [push.parcels[i] for i in members]
+        offsets = [0, *itertools.accumulate(parcel.row_map.span for parcel in parcels)]
+        # What no member gets is below zero.
+        added = torch.full((len(push.parcels),), -1).index_copy_(
+            0, torch.tensor(members), torch.tensor(offsets[:-1])
+        )
+        sizes = push.received.t().flatten()
+        shifts = torch.repeat_interleave(added.repeat(push.received.shape[1]), sizes)
+        shifts = shifts.to(push.places.device)
+        places = push.places
+        if len(members) < len(push.parcels):
+            places, shifts = places[shifts >= 0], shifts[shifts >= 0]
+        return _Merging(parcels, Merge.of(places + shifts), offsets)
+
+    def summed(self, values: Tensor, scale: float) -> list[Parcel]:
+        total = self.merge.summed(values, scale)
+        slots = self.merge.slots
+        edges = torch.searchsorted(slots, torch.tensor(self.offsets, device=slots.device)).tolist()
+        return [
+            Parcel(parcel.name, parcel.row_map, slots[low:high] - offset, total[low:high])
+            for parcel, offset, low, high in zip(
+                self.parcels, self.offsets, edges, edges[1:], strict=False
+            )
+        ]
 
 
 def row_bytes(rows: Tensor) -> int:
     return rows.shape[1:].numel() * rows.element_size()
-
-
-class Shipment:
-    """Several tensors on their way, each with its rows sorted by receiver.
-
-    `sent[worker, i]` rows of tensor i go to a worker, `received[worker, i]` come from it. Tensors
-    of one dtype share an exchange, whatever the lengths of their rows.
-    """
-
-    def __init__(
-        self,
-        peers: Peers,
-        tensors: Sequence[Tensor],
-        sent: Tensor,
-        received: Tensor,
-        lane: Lane = Lane.ROWS,
-    ) -> None:
-        self._peers = peers
-        self._tensors = tensors
-        self._loads: list[tuple[list[int], Tensor, Tensor, dist.Work | None]] = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            self._load(chosen, sent[:, chosen], received[:, chosen], lane)
-
-    def arrived(self) -> list[list[Tensor]]:
-        """Wait for what comes: by tensor, the pieces of each sender."""
-        found: list[list[Tensor]] = [[] for _ in self._tensors]
-        for chosen, flat, sizes, work in self._loads:
-            self._peers.wait(work)
-            pieces = flat.split(sizes.flatten().tolist())
-            for place, i in enumerate(chosen):
-                shape = self._tensors[i].shape[1:]
-                found[i] = [piece.reshape(-1, *shape) for piece in pieces[place :: len(chosen)]]
-        return found
-
-    def _load(self, chosen: list[int], sent: Tensor, received: Tensor, lane: Lane) -> None:
-        tensors = [self._tensors[i] for i in chosen]
-        if len(tensors) == 1:
-            packed, sizes_out, sizes_in = tensors[0], sent, received
-        else:
-            widths = torch.tensor([tensor.shape[1:].numel() for tensor in tensors])
-            parts = [tensor.split(sent[:, i].tolist()) for i, tensor in enumerate(tensors)]
-            packed = torch.cat([part.reshape(-1) for part in _by_worker(parts)])
-            sizes_out, sizes_in = sent * widths, received * widths
-        flat, work = self._peers.start_exchange(
-            packed, sizes_out.sum(1).tolist(), sizes_in.sum(1).tolist(), lane
-        )
-        self._loads.append((chosen, flat, sizes_in, work))
-
-
-def _by_worker(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return list(itertools.chain.from_iterable(zip(*parts, strict=True)))
 
 
 def _book_pull(
@@ -181,7 +167,7 @@ def _book_pull(
 def _book_push(
     peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor, seconds: float
 ) -> None:
-    away, here = ((counts.sum(0) - counts[peers.rank]).tolist() for counts in (sent, received))
+    away, here = ((counts.sum(1) - counts[:, peers.rank]).tolist() for counts in (sent, received))
     sizes = [row_bytes(parcel.values) for parcel in parcels]
     moved = [(a + h) * size for a, h, size in zip(away, here, sizes, strict=True)]
     for i, parcel in enumerate(parcels):

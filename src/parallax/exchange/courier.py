@@ -18,14 +18,15 @@ class Courier:
     What an errand raises is raised where its result is asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._errands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
         self._errands = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def send(self, errand: Callable[[], T]) -> Future[T]:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="parallax-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         result: Future[T] = Future()
         self._errands.put((errand, result))
