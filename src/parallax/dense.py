@@ -15,6 +15,7 @@ because the weights of the workers sum to N.
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from parallax import cost
+from parallax.exchange.direct import DirectSums, is_small
 from parallax.exchange.peers import Peers
 
 
@@ -34,6 +36,7 @@ class DenseRoute:
         self,
         peers: Peers,
         group: dist.ProcessGroup | None,
+        sums: dist.ProcessGroup | None,
         bucket_megabytes: float,
         begin: Callable[[], float],
         scale: Callable[[], float],
@@ -53,6 +56,10 @@ class DenseRoute:
         self._reduced: list[str] = []
         self._engine: DistributedDataParallel | None = None
         self._works: list[dist.Work] = []
+        self._directs: DirectSums | None = None
+        if group is not None and sums is not None:
+            self._directs = DirectSums(group, sums, peers.num_workers)
+        self._summed: list[Future[None]] = []
         self._sizes: dict[str, int] = {}
         self._completing = False
 
@@ -76,6 +83,8 @@ class DenseRoute:
 
     def close(self) -> None:
         self._drop_engine()
+        if self._directs is not None:
+            self._directs.close()
         for handle in self._handles:
             handle.remove()
 
@@ -110,11 +119,14 @@ class DenseRoute:
     def wait(self) -> None:
         """Wait for the all-reduces of this backward."""
         works, self._works = self._works, []
+        summed, self._summed = self._summed, []
         sizes, self._sizes = self._sizes, {}
         start = time.perf_counter()
         with self._peers.waiting(f"the all-reduce of dense gradients in step {self._peers.step}"):
             for work in works:
                 self._peers.wait(work)
+            for each in summed:
+                each.result()
         seconds = (time.perf_counter() - start) / max(sum(sizes.values()), 1)
         for name, size_bytes in sizes.items():
             self._peers.ledger.add(name, seconds=seconds * size_bytes)
@@ -195,7 +207,12 @@ class DenseRoute:
     def _reduce_bucket(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             self._book(self._names[id(parameter)], gradient)
-        work = self._average(bucket.buffer())
+        values = bucket.buffer()
+        if self._directs is not None and is_small(values):
+            done, summed = self._directs.start(values.div_(self._peers.num_workers))
+            self._summed.append(summed)
+            return done
+        work = self._average(values)
         assert work is not None
         self._works.append(work)
         return work.get_future().then(lambda done: done.value()[0])

@@ -331,6 +331,7 @@ class Session:
         dense = DenseRoute(
             self._peers,
             self._groups.dense,
+            self._groups.sums,
             self.config.bucket_megabytes,
             self._backward.begin,
             self._weight.scale,

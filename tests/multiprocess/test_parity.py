@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.models import EXACT, LAZY, ROW_FORMS, WHOLE_FORMS
 from tests.support.parity import Case, assert_same, train_alone, train_together
@@ -88,3 +89,31 @@ def test_frozen_tables_are_exact() -> None:
 def test_frozen_tables_can_be_sharded_for_their_memory() -> None:
     options = {"routes": {"table.weight": "sharded"}}
     check(Case("frozen", options=options, shares=(5, 7)), 2, "sharded")
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 5])
+def test_large_and_small_dense_gradients(num_workers: int) -> None:
+    """Those of one megabyte at most take another way. See [Note: direct]."""
+    found = run_workers(_train_wide, num_workers)
+    alone = _train_wide()
+    for state in found:
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+            assert torch.equal(state[name], found[0][name])
+
+
+def _train_wide() -> dict[str, torch.Tensor]:
+    import parallax
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 600), nn.Linear(600, 600), nn.Linear(600, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, bucket_megabytes=1.2)
+    rows = torch.arange(session.rank, 60, session.num_workers)
+    batch = torch.randn(60, 7)[rows]
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    session.close()
+    return dict(model.state_dict())

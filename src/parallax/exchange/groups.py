@@ -41,6 +41,8 @@ class Groups:
         self.control: dist.ProcessGroup | None = None
         self.rows: dist.ProcessGroup | None = None
         self.dense: dist.ProcessGroup | None = None
+        self.sums: dist.ProcessGroup | None = None
+        """For the sums of small dense gradients. See [Note: direct] in direct.py."""
         self.ahead: dist.ProcessGroup | None = None
         self.control_ahead: dist.ProcessGroup | None = None
         self.store: Store | None = None
@@ -60,7 +62,8 @@ class Groups:
             self._make(base)
 
     def close(self) -> None:
-        for group in (self.control, self.rows, self.dense, self.ahead, self.control_ahead):
+        dense, ahead = (self.dense, self.sums), (self.ahead, self.control_ahead)
+        for group in (self.control, self.rows, *dense, *ahead):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -147,6 +150,8 @@ class Groups:
         self.control = dist.new_group(backend="gloo", timeout=self._timeout)
         self.rows = dist.new_group(backend=backend, timeout=self._timeout)
         self.dense = dist.new_group(backend=backend, timeout=self._timeout)
+        if backend == "gloo" and self._place.num_workers > 2:
+            self.sums = dist.new_group(backend="gloo", timeout=self._timeout)
         self.ahead = dist.new_group(backend=backend, timeout=self._timeout)
         self.control_ahead = dist.new_group(backend="gloo", timeout=self._timeout)
 
