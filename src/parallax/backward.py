@@ -36,6 +36,7 @@ class Weight:
         """Every worker's number of samples in the batch that comes now."""
         self._by_hand = self._total = None
         self._from_data = self._scale(counts[self._peers.rank], sum(counts))
+        self._peers.ledger.add_samples(counts[self._peers.rank])
 
     def forget_counts(self) -> None:
         """The loader has ended."""

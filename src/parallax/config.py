@@ -73,6 +73,10 @@ class Config:
     ledger_steps: int = 1000
     """How many steps the ledger keeps one by one; its totals cover all."""
 
+    run_dir: str | None = None
+    """A folder for what was planned, measured and moved, as JSON lines that `parallax plan` reads;
+    written by worker 0. The links between hosts are then measured at the start, in 2 s at most."""
+
     checkpoint_dir: str | None = None
     """Where checkpoints are saved by themselves, on storage that all hosts share; by default the
     folder of `parallax run --resume`, or none. Without a cadence below, every 600 seconds."""
@@ -110,10 +114,10 @@ class Config:
             _check_count("checkpoint_steps", self.checkpoint_steps)
         for name in ("ledger_steps", "checkpoint_keep"):
             _check_count(name, getattr(self, name))
-        if self.checkpoint_dir is not None and not _is_path(self.checkpoint_dir):
-            raise ConfigError(
-                f"Config.checkpoint_dir takes the path of a folder, not {self.checkpoint_dir!r}"
-            )
+        for name in ("run_dir", "checkpoint_dir"):
+            path = getattr(self, name)
+            if path is not None and not _is_path(path):
+                raise ConfigError(f"Config.{name} takes the path of a folder, not {path!r}")
 
     @classmethod
     def load(cls, path: str | Path) -> Config:

@@ -1,19 +1,112 @@
-"""(parameter, number of workers, route) → bytes a worker sends in a step. Pure functions.
+"""(parameter, cluster, route) → bytes, turns, seconds. Pure functions.
 
-N workers, a table of rows of D elements, U rows touched by a worker in a step:
+N workers on H hosts, k on each. A parameter has S bytes, a row of a table B; a step touches U
+rows on a worker, U_h distinct ones on a host. An id takes 4 bytes, because it travels as a place in
+its owner's shard (8 where torch gathers sparse gradients). Sent by a worker, and as much received:
 
-    all-reduced        2·S·(N−1)/N        for S bytes of gradient (ring: reduce-scatter, all-gather)
-    sharded by rows    2·U·D·(N−1)/N      elements (pulled and pushed), and the ids twice
-    gathered (DDP)     (N−1)·U·D          elements, and the ids
+    all-reduced    2·S·(N-1)/N               a ring: each part is summed on its way, then spread
+    sharded        2·U·(B+4)·(N-1)/N         rows pulled and pushed, each with its id
+    gathered       (N-1)·U·(B+8)             DDP, Horovod, DeepSpeed: every worker gets all rows
+    served         2·S·(N-1)/N               a dense parameter kept by owners: pulled and pushed
 
-Owners are spread evenly, so a worker serves as many rows as it asks for on average: what a worker
-sends equals what it receives, and (N−1)/N of its rows belong to others.
+Sent over a host's link, if there are several hosts:
+
+    all-reduced    2·S·(N-1)/N               the ring leaves a host once
+    sharded        2·k·U·(B+4)·(H-1)/H
+      merged       2·U_h·(B+4)·(H-1)/H       workers of a host ask and push together
+    gathered       (N-1)·U·(B+8)             a ring as well
+    served         2·k·S·(H-1)/H
+      merged       (k+1)·S·(H-1)/H           gradients of a host's workers are summed first
+
+Owners are spread evenly, so a worker serves as many rows as it asks for on average.
+
+A turn is a message that must have come before the next one is sent. A route takes
+
+    max(link bytes ÷ link rate, bytes inside a host ÷ its rate) + turns · latency
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 ID_BYTES = 4
 """An id travels as its place in the owner's shard, 32 bits."""
+SPARSE_ID_BYTES = 8
+"""Of a row in a sparse tensor of torch."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a connection can do, each way."""
+
+    bytes_per_second: float
+    latency_seconds: float
+    """Of a small message, from the call that sends it to the one that has it."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts alike, each with as many workers."""
+
+    num_hosts: int
+    workers_per_host: int
+    between: Link
+    """A host's link to all others."""
+    within: Link
+    """The memory of a host, by which its workers reach each other."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_hosts * self.workers_per_host
+
+
+@dataclass(frozen=True)
+class Touched:
+    """Distinct rows of a table in a step, on average."""
+
+    by_worker: float
+    growth: float = 1.0
+    """n workers touch `by_worker`·n^growth: 0 if all touch the same rows, 1 if none does."""
+
+    def by(self, num_workers: int) -> float:
+        return float(self.by_worker * num_workers**self.growth)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is sent in a step; as much is received."""
+
+    worker_bytes: float = 0.0
+    """By a worker, to whomever."""
+    link_bytes: float = 0.0
+    """Over a host's link, by all its workers."""
+    turns: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        """Together: turns of several routes are taken side by side."""
+        return Traffic(
+            self.worker_bytes + other.worker_bytes,
+            self.link_bytes + other.link_bytes,
+            max(self.turns, other.turns),
+        )
+
+    def __mul__(self, share: float) -> Traffic:
+        return Traffic(self.worker_bytes * share, self.link_bytes * share, self.turns)
+
+    def wire_seconds(self, cluster: Cluster) -> float:
+        """Without the latency of its turns."""
+        inside = max(0.0, self.worker_bytes * cluster.workers_per_host - self.link_bytes)
+        return max(
+            self.link_bytes / cluster.between.bytes_per_second,
+            inside / cluster.within.bytes_per_second,
+        )
+
+    def seconds(self, cluster: Cluster) -> float:
+        way = cluster.between if cluster.num_hosts > 1 else cluster.within
+        return self.wire_seconds(cluster) + self.turns * way.latency_seconds
+
+
+# A worker's bytes -------------------------------------------------------------------------
 
 
 def allreduce_bytes(size_bytes: float, num_workers: int) -> float:
@@ -31,6 +124,43 @@ def push_bytes(pushed_rows: int, row_bytes: int) -> int:
     return pushed_rows * (row_bytes + ID_BYTES)
 
 
-def sharded_bytes(rows: float, row_bytes: int, num_workers: int) -> float:
+def sharded_bytes(rows: float, row_bytes: float, num_workers: int) -> float:
     """Sent by a worker on average, if each of N workers touches `rows` rows in a step."""
     return 2 * rows * (row_bytes + ID_BYTES) * (num_workers - 1) / num_workers
+
+
+# Routes -----------------------------------------------------------------------------------
+
+
+def all_reduced(size_bytes: float, cluster: Cluster) -> Traffic:
+    """A gradient of which each worker has a copy."""
+    sent = allreduce_bytes(size_bytes, cluster.num_workers)
+    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, 2 * (cluster.num_workers - 1))
+
+
+def sharded(
+    touched: Touched, row_bytes: float, cluster: Cluster, *, merges: bool = False
+) -> Traffic:
+    """A table by rows: ids, rows, ids with gradients. `merges`: once for all workers of a host."""
+    sent = sharded_bytes(touched.by_worker, row_bytes, cluster.num_workers)
+    rows = cluster.workers_per_host * touched.by_worker
+    if merges:
+        rows = touched.by(cluster.workers_per_host)
+    link = sharded_bytes(rows, row_bytes, cluster.num_hosts)
+    return Traffic(sent, link, 0 if cluster.num_workers == 1 else 4)
+
+
+def gathered(touched: Touched, row_bytes: float, cluster: Cluster) -> Traffic:
+    """A table whose touched rows all workers send to all, as DDP's sparse gradients."""
+    others = cluster.num_workers - 1
+    sent = others * touched.by_worker * (row_bytes + SPARSE_ID_BYTES)
+    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, others)
+
+
+def served(size_bytes: float, cluster: Cluster, *, merges: bool = False) -> Traffic:
+    """A dense parameter that is kept by owners: each worker pulls it and pushes its gradient."""
+    sent = allreduce_bytes(size_bytes, cluster.num_workers)
+    pushers = 1 if merges else cluster.workers_per_host
+    copies = cluster.workers_per_host + pushers
+    link = copies * allreduce_bytes(size_bytes, cluster.num_hosts) / 2
+    return Traffic(sent, link, 0 if cluster.num_workers == 1 else 2)

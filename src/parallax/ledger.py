@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass
@@ -18,9 +18,13 @@ class Entry:
     seconds: float = 0.0
     """Time that this worker stood waiting in its exchanges. What ran beside the backward is not in
     it; an exchange of several parameters is shared out by their bytes."""
-    rows: int = 0
+    rows: float = 0
     """Rows of a table that this worker touched."""
-    nonfinite_rows: int = 0
+    early_rows: float = 0
+    """Those of them that came beside the step before."""
+    updated_rows: float = 0
+    """Rows that this worker updated as their owner, whoever touched them."""
+    nonfinite_rows: float = 0
     """Row gradients with a NaN or an infinity that this worker received as the rows' owner."""
 
     def add(self, other: Entry) -> None:
@@ -28,7 +32,12 @@ class Entry:
         self.received_bytes += other.received_bytes
         self.seconds += other.seconds
         self.rows += other.rows
+        self.early_rows += other.early_rows
+        self.updated_rows += other.updated_rows
         self.nonfinite_rows += other.nonfinite_rows
+
+    def divided(self, number: int) -> Entry:
+        return Entry(**{name: value / number for name, value in asdict(self).items()})
 
 
 @dataclass
@@ -37,7 +46,17 @@ class Record:
 
     step: int
     seconds: float = 0.0
+    header_seconds: float = 0.0
+    """Waited for small messages that belong to no parameter."""
+    header_bytes: float = 0.0
+    samples: float = 0.0
+    """That `session.shard` gave this worker."""
     parameters: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Time that this worker stood waiting for others."""
+        return self.header_seconds + sum(entry.seconds for entry in self.parameters.values())
 
     @property
     def sent_bytes(self) -> float:
@@ -57,12 +76,16 @@ class Ledger:
         self.num_steps = 0
         self.header_bytes = 0
         self.header_seconds = 0.0
+        self._headers_closed = (0.0, 0.0)
         self._open = Record(step=0)
         self._opened = time.perf_counter()
 
     def add(self, parameter: str, **amounts: float) -> None:
         """Write amounts (fields of `Entry`) to a parameter in the step that is under way."""
-        self._open.parameters.setdefault(parameter, Entry()).add(Entry(**amounts))  # type: ignore[arg-type]
+        self._open.parameters.setdefault(parameter, Entry()).add(Entry(**amounts))
+
+    def add_samples(self, number: float) -> None:
+        self._open.samples += number
 
     @contextmanager
     def timed(self, parameter: str) -> Iterator[None]:
@@ -77,12 +100,34 @@ class Ledger:
         """End the step that is under way."""
         now = time.perf_counter()
         self._open.seconds = now - self._opened
+        before, self._headers_closed = (
+            self._headers_closed,
+            (self.header_seconds, float(self.header_bytes)),
+        )
+        self._open.header_seconds = self.header_seconds - before[0]
+        self._open.header_bytes = self.header_bytes - before[1]
         for name, entry in self._open.parameters.items():
             self.totals.setdefault(name, Entry()).add(entry)
         self.steps.append(self._open)
         self.num_steps += 1
         self._open = Record(step=self.num_steps)
         self._opened = now
+
+    def mean(self, num_steps: int) -> Record | None:
+        """The newest steps' mean, under the number of the last; None before the first."""
+        newest = list(self.steps)[-num_steps:]
+        if not newest:
+            return None
+        sums: dict[str, Entry] = {}
+        for record in newest:
+            for name, entry in record.parameters.items():
+                sums.setdefault(name, Entry()).add(entry)
+        means = {
+            name: sum(getattr(record, name) for record in newest) / len(newest)
+            for name in ("seconds", "header_seconds", "header_bytes", "samples")
+        }
+        parameters = {name: entry.divided(len(newest)) for name, entry in sums.items()}
+        return Record(newest[-1].step, **means, parameters=parameters)
 
     def mean_bytes(self) -> dict[str, float]:
         """Sent and received bytes a step, by parameter, over all steps."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from parallax.errors import ConfigError, UnsupportedError
-from parallax.plan import RowRule, Updater
+from parallax.planner import RowRule, Updater
 from parallax.sparse import TableRows
 
 _ELEMENTWISE = (

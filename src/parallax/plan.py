@@ -6,12 +6,14 @@ import enum
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 
 from parallax import cost
-from parallax.analysis import Facts, Kind
-from parallax.config import Config
-from parallax.errors import ConfigError, UnsupportedError
+from parallax.cost import Cluster
+from parallax.forecast import planned, work_of
+from parallax.ledger import Record
+from parallax.text import in_columns, size
+
+UNTOUCHED = "updates untouched rows too"
 
 
 class Route(str, enum.Enum):
@@ -29,29 +31,6 @@ class Route(str, enum.Enum):
     """There is one worker only."""
 
 
-UNTOUCHED = "updates untouched rows too"
-
-
-class RowRule(enum.Enum):
-    """What updating only the touched rows does to an optimizer's mathematics."""
-
-    EXACT = "the same"
-    LAZY = "skips what it would do to untouched rows"
-    REFUSED = "cannot work row by row"
-    ABSENT = "no optimizer has it"
-
-
-@dataclass(frozen=True)
-class Updater:
-    """What the plan needs to know of a parameter's optimizer."""
-
-    name: str
-    rule: RowRule
-    takes_sparse: bool = False
-    """The optimizer itself accepts sparse gradients, so `sparse=True` does not ask for laziness."""
-    takes_dense: bool = True
-
-
 @dataclass(frozen=True)
 class ParameterPlan:
     """One line of the plan."""
@@ -64,6 +43,8 @@ class ParameterPlan:
     size_bytes: int
     bytes_per_step: float | None = None
     """Sent by a worker in a step on average; None until rows have been counted."""
+    predicted_bytes: float | None = None
+    """The same by the formulas of `cost`; of a table from the rows that it was seen to touch."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +53,10 @@ class Plan:
 
     num_workers: int
     parameters: tuple[ParameterPlan, ...]
+    seconds_per_step: float | None = None
+    """As measured, over the newest steps."""
+    predicted_seconds: float | None = None
+    """The same from the links, the compute and the bytes; None where the links are not known."""
 
     def __getitem__(self, name: str) -> ParameterPlan:
         for parameter in self.parameters:
@@ -81,16 +66,33 @@ class Plan:
 
     def routed(self, name: str, route: Route, why: str) -> Plan:
         """A copy in which one parameter has another route."""
-        return self._changed({name: {"route": route, "why": why}})
+        unknown = {"bytes_per_step": None, "predicted_bytes": None}
+        return self._changed({name: {"route": route, "why": why, **unknown}})
 
-    def with_bytes(self, sent: Mapping[str, float]) -> Plan:
-        """A copy that shows measured bytes for its tables."""
-        tables = [p.name for p in self.parameters if p.route is Route.SHARDED and p.name in sent]
-        return self._changed({name: {"bytes_per_step": sent[name]} for name in tables})
+    def observed(self, mean: Record, cluster: Cluster | None) -> Plan:
+        """A copy that shows what steps were like, and what they should have been."""
+        changes: dict[str, dict[str, object]] = {}
+        for line in self.parameters:
+            entry = mean.parameters.get(line.name)
+            if entry is None or line.route not in (Route.SHARDED, Route.ALL_REDUCE):
+                continue
+            changes[line.name] = {"bytes_per_step": entry.sent_bytes}
+            if line.route is Route.SHARDED:
+                predicted = cost.sharded_bytes(entry.rows, line.row_bytes, self.num_workers)
+                changes[line.name]["predicted_bytes"] = predicted
+        predicted_seconds = None
+        if cluster is not None:
+            work = work_of(self.parameters, mean, self.num_workers)
+            predicted_seconds = planned(work, cluster).seconds
+        return replace(
+            self._changed(changes),
+            seconds_per_step=mean.seconds,
+            predicted_seconds=predicted_seconds,
+        )
 
     def _changed(self, changes: Mapping[str, Mapping[str, object]]) -> Plan:
         parameters = (
-            _priced(replace(p, **changes.get(p.name, {})), self.num_workers)  # type: ignore[arg-type]
+            priced(replace(p, **changes.get(p.name, {})), self.num_workers)  # type: ignore[arg-type]
             for p in self.parameters
         )
         return replace(self, parameters=tuple(parameters))
@@ -98,8 +100,8 @@ class Plan:
     def hints(self) -> list[str]:
         """What another choice would save, of which the user should know."""
         return [
-            f"{p.name!r} is all-reduced, {_size(p.bytes_per_step)} a step and worker, because "
-            f"{p.why}. With lazy=True only touched rows would travel, {_size(2 * p.row_bytes)} "
+            f"{p.name!r} is all-reduced, {size(p.bytes_per_step)} a step and worker, because "
+            f"{p.why}. With lazy=True only touched rows would travel, {size(2 * p.row_bytes)} "
             "each, and only they would be updated"
             for p in self.parameters
             if p.route is Route.ALL_REDUCE and p.why.endswith(UNTOUCHED)
@@ -115,159 +117,39 @@ class Plan:
             ParameterPlan(**{**p, "shape": tuple(p["shape"]), "route": Route(p["route"])})
             for p in data["parameters"]
         )
-        return cls(data["num_workers"], tuple(parameters))
+        return cls(**{**data, "parameters": tuple(parameters)})
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "route", "bytes a step", "why")]
+        rows = [("parameter", "shape", "route", "bytes a step", "predicted", "why")]
         rows += [
-            (p.name, "×".join(map(str, p.shape)), p.route.value, _size(p.bytes_per_step), p.why)
+            (
+                p.name,
+                "×".join(map(str, p.shape)),
+                p.route.value,
+                size(p.bytes_per_step),
+                size(p.predicted_bytes),
+                p.why,
+            )
             for p in self.parameters
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join(
-                [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]
-            )
-            for row in rows
-        ]
-        lines.insert(1, "  ".join("─" * width for width in [*widths, 3]))
-        return "\n".join([f"Plan for {self.num_workers} workers", *lines])
-
-
-def make_plan(
-    facts: list[Facts], updaters: Mapping[str, Updater], config: Config, num_workers: int
-) -> Plan:
-    """Decide the route of every parameter."""
-    _check_patterns_used(facts, config)
-    parameters = []
-    for fact in facts:
-        route, why = decide(fact, updaters[fact.name], config, num_workers)
-        line = ParameterPlan(
-            fact.name,
-            tuple(fact.parameter.shape),
-            route,
-            why,
-            fact.row_bytes if fact.parameter.dim() else fact.size_bytes,
-            fact.size_bytes,
+        return "\n".join(
+            [f"Plan for {self.num_workers} workers", *in_columns(rows), *self._steps()]
         )
-        parameters.append(_priced(line, num_workers))
-    return Plan(num_workers, tuple(parameters))
+
+    def _steps(self) -> list[str]:
+        if self.seconds_per_step is None:
+            return []
+        line = f"A step takes {1e3 * self.seconds_per_step:.1f} ms"
+        if self.predicted_seconds is not None:
+            line += f", predicted were {1e3 * self.predicted_seconds:.1f} ms"
+        return [line]
 
 
-def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
-    """The route of one parameter, and why."""
-    route, why = _decide(fact, updater, config, num_workers)
-    if route is Route.ALL_REDUCE and not updater.takes_dense:
-        raise UnsupportedError(
-            f"{fact.name!r} gets a dense gradient ({why}), which {updater.name} does not take: use "
-            "Adam for it"
-        )
-    return route, why
-
-
-def _decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
-    forced = config.route_of(fact.name)
-    if forced is not None:
-        return _forced(forced, fact, updater, config, num_workers)
-    if not fact.parameter.requires_grad:
-        return Route.FROZEN, "needs no gradient"
-    if fact.kind is Kind.DENSE:
-        return _dense(num_workers, "used whole")
-    if fact.kind is Kind.TIED:
-        return _dense(num_workers, f"used whole: tied, held by {' and '.join(fact.holders)}")
-    if fact.has_hooks:
-        return _dense(num_workers, "has gradient hooks, which must see the whole gradient")
-    return _table_or_dense(fact, updater, config, num_workers)
-
-
-def _table_or_dense(
-    fact: Facts, updater: Updater, config: Config, num_workers: int
-) -> tuple[Route, str]:
-    lazy = wants_lazy(fact, updater, config)
-    if updater.rule is RowRule.REFUSED:
-        return _dense(num_workers, f"{updater.name} {updater.rule.value}")
-    if updater.rule is RowRule.LAZY and not lazy:
-        if fact.kind is Kind.UNKNOWN:
-            return _dense(num_workers, f"used whole, or {updater.name} updates untouched rows too")
-        return _dense(num_workers, f"{updater.name} {UNTOUCHED}")
-    if num_workers == 1 and updater.rule is RowRule.EXACT:
-        return Route.LOCAL, "one worker"
-    if fact.kind is Kind.UNKNOWN:
-        return Route.OBSERVED, "the first backward shows whether only rows of it are used"
-    return Route.SHARDED, "only rows of it are looked up" + (", lazily updated" if lazy else "")
-
-
-def wants_lazy(fact: Facts, updater: Updater, config: Config) -> bool:
-    """Whether the user asked for updates of touched rows alone, where that makes a difference.
-
-    `sparse=True` asks for it, unless the optimizer takes sparse gradients and then does the dense
-    mathematics all the same (SGD with momentum).
-    """
-    if updater.rule is not RowRule.LAZY:
-        return False
-    return config.is_lazy(fact.name) or (fact.asks_sparse and not updater.takes_sparse)
-
-
-def _forced(
-    forced: str, fact: Facts, updater: Updater, config: Config, num_workers: int
-) -> tuple[Route, str]:
-    why = "forced by Config.routes"
-    if forced == "all-reduce":
-        return _dense(num_workers, why)
-    if fact.parameter.dim() == 0 or not fact.parameter.is_floating_point():
-        raise ConfigError(
-            f"Config.routes asks to shard {fact.name!r}, which has shape "
-            f"{tuple(fact.parameter.shape)} and {fact.parameter.dtype}: it has no rows to shard"
-        )
-    if fact.has_hooks:
-        raise UnsupportedError(
-            f"Config.routes asks to shard {fact.name!r}, which has gradient hooks: they would not "
-            "see its gradient. Remove them, or leave it whole"
-        )
-    if updater.rule is RowRule.REFUSED:
-        raise UnsupportedError(
-            f"Config.routes asks to shard {fact.name!r}, but {updater.name} {updater.rule.value}. "
-            "Give its tables an optimizer of their own (say SGD, Adagrad, Adam or SparseAdam)"
-        )
-    lazy = config.is_lazy(fact.name) or fact.asks_sparse
-    if updater.rule is RowRule.LAZY and not lazy:
-        raise ConfigError(
-            f"Config.routes asks to shard {fact.name!r}, but {updater.name} updates untouched rows "
-            f"too, so the result would change: say lazy=[{fact.name!r}] if that is meant"
-        )
-    return Route.SHARDED, why
-
-
-def _dense(num_workers: int, why: str) -> tuple[Route, str]:
-    return (Route.LOCAL, "one worker") if num_workers == 1 else (Route.ALL_REDUCE, why)
-
-
-def _priced(line: ParameterPlan, num_workers: int) -> ParameterPlan:
+def priced(line: ParameterPlan, num_workers: int) -> ParameterPlan:
     if line.route is Route.ALL_REDUCE:
-        return replace(line, bytes_per_step=cost.allreduce_bytes(line.size_bytes, num_workers))
+        predicted = cost.allreduce_bytes(line.size_bytes, num_workers)
+        seen = predicted if line.bytes_per_step is None else line.bytes_per_step
+        return replace(line, bytes_per_step=seen, predicted_bytes=predicted)
     if line.route in (Route.FROZEN, Route.LOCAL):
-        return replace(line, bytes_per_step=0.0)
+        return replace(line, bytes_per_step=0.0, predicted_bytes=0.0)
     return line
-
-
-def _check_patterns_used(facts: list[Facts], config: Config) -> None:
-    """A pattern that no parameter matches is a slip of the pen."""
-    lazy = [] if isinstance(config.lazy, bool) else config.lazy
-    for field, patterns in (("routes", config.routes), ("lazy", lazy), ("init", config.init)):
-        for pattern in patterns:
-            if not any(fnmatchcase(fact.name, pattern) for fact in facts):
-                names = ", ".join(fact.name for fact in facts[:10])
-                raise ConfigError(
-                    f"Config.{field} has the pattern {pattern!r}, which no parameter matches; "
-                    f"the parameters are {names}{', …' if len(facts) > 10 else ''}"
-                )
-
-
-def _size(size_bytes: float | None) -> str:
-    if size_bytes is None:
-        return "not yet"
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 1000 or unit == "GB":
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1000
-    raise AssertionError("unreachable")

@@ -22,9 +22,11 @@ from parallax.backward import REDUCTION, Backward, Weight
 from parallax.clip import clip_norm
 from parallax.cluster import find_place, resume_dir, use_interface
 from parallax.config import Config
+from parallax.cost import Cluster
 from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
+from parallax.exchange import links
 from parallax.exchange.agreement import Agreement
 from parallax.exchange.board import Board
 from parallax.exchange.detour import Detours
@@ -34,6 +36,7 @@ from parallax.exchange.peers import Peers
 from parallax.foresight import Foresight
 from parallax.guard import guard_copies
 from parallax.hosts import Hosts
+from parallax.journal import Journal
 from parallax.ledger import Ledger
 from parallax.optim import (
     RowStep,
@@ -45,13 +48,17 @@ from parallax.optim import (
     updater_of,
 )
 from parallax.ownership import check_arguments, owners_of
-from parallax.plan import Plan, Route, RowRule, Updater, make_plan
+from parallax.plan import Plan, Route
+from parallax.planner import RowRule, Updater, make_plan
 from parallax.progress import Progress
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
+from parallax.watch import Watch
 
 _log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_RECENT_STEPS = 50
+"""Over which the plan shows what a step takes."""
 
 
 def parallelize(
@@ -94,6 +101,8 @@ class Session:
         self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
         self._groups = self._gather()
         self._peers = self._meet()
+        self._cluster = self._measured()
+        self._watch = self._watching()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
@@ -136,8 +145,9 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The route of each parameter, and why; with the bytes measured so far."""
-        return self._plan.with_bytes(self.ledger.mean_sent_bytes())
+        """The route of each parameter, and why; what newer steps took, beside what they should."""
+        mean = self.ledger.mean(_RECENT_STEPS)
+        return self._plan if mean is None else self._plan.observed(mean, self._cluster)
 
     # What a script does -------------------------------------------------------------------
 
@@ -265,6 +275,7 @@ class Session:
         self._peers.close()
         self._groups.close()
         self._progress.close()
+        self._watch.close()
 
     def __enter__(self) -> Session:
         return self
@@ -322,6 +333,47 @@ class Session:
         if store is not None:
             placement.compare(self._description(), peers, store)
         return peers
+
+    def _measured(self) -> Cluster | None:
+        """The links between the workers, if there is a folder to keep them in."""
+        if self.config.run_dir is None or self.num_workers == 1:
+            return None
+        between, within = links.measure(self._peers, self.hosts, self._device())
+        some = between or within
+        assert some is not None
+        return Cluster(
+            num_hosts=len(self.hosts),
+            workers_per_host=max(map(len, self.hosts.workers)),
+            between=between or some,
+            within=within or some,
+        )
+
+    def _watching(self) -> Watch:
+        watch = Watch(self._journal(), self.ledger)
+        watch.start(
+            num_workers=self.num_workers,
+            hosts=self.hosts.names,
+            workers=self.hosts.workers,
+            device=self._device().type,
+            torch=torch.__version__,
+        )
+        watch.cluster(self._cluster)
+        watch.plan(self._plan, 0, "as the model and its optimizers have it")
+        return watch
+
+    def _journal(self) -> Journal:
+        """Worker 0's; if it cannot be written all workers say so."""
+        journal, problem = Journal(None), ""
+        if self.config.run_dir is not None and self.rank == 0:
+            try:
+                journal = Journal(self.config.run_dir)
+            except ConfigError as error:
+                problem = str(error)
+        if self.config.run_dir is not None:
+            problem = self._peers.gather_text(problem, "opening the run's folder")[0]
+        if problem:
+            raise ConfigError(problem)
+        return journal
 
     def _join(self) -> None:
         """Put every parameter on its route."""
@@ -462,6 +514,7 @@ class Session:
         self._peers.next_step()
         self._progress.end_step()
         self.ledger.close_step()
+        self._watch.end_step()
 
     def _observed(self, used: set[str], whole: set[str]) -> None:
         """All workers know which observed parameters were used whole by any of them."""
@@ -473,8 +526,7 @@ class Session:
             else:
                 table.place(table.own_part(table.values("sharding")))
                 self._shard_state(table)
-                why = "only rows of it were looked up"
-                self._plan = self._plan.routed(table.name, Route.SHARDED, why)
+                self._reroute(table.name, Route.SHARDED, "only rows of it were looked up")
 
     def _left(self, table: TableRows, why: str) -> None:
         """A table was used whole, and is an ordinary parameter from now on."""
@@ -486,8 +538,12 @@ class Session:
                 gather_state(owner[0], table)
             warn_whole(table.name, why)
         route = Route.ALL_REDUCE if self.num_workers > 1 else Route.LOCAL
-        self._plan = self._plan.routed(table.name, route, f"used whole by {why}")
+        self._reroute(table.name, route, f"used whole by {why}")
         self._backward.dense.adopt(table.name, table.parameter, stray=True)
+
+    def _reroute(self, name: str, route: Route, why: str) -> None:
+        self._plan = self._plan.routed(name, route, why)
+        self._watch.plan(self._plan, self.step, f"{name!r}: {why}")
 
     def _drop_gradients(self) -> None:
         self.model.zero_grad()
@@ -510,6 +566,7 @@ class Session:
         saves = self.config.checkpoint_dir is not None or self._resume_dir is not None
         schedule = checkpoint.Schedule.of(self.config)
         lines.append(f"checkpoints {schedule}" if saves else "no checkpoints by themselves")
+        lines.append("a run's folder" if self.config.run_dir is not None else "no run's folder")
         for name, buffer in self.model.named_buffers():
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
         return lines

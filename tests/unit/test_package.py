@@ -13,9 +13,9 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "variables errors config init nn cluster hosts beacon analysis cost plan ledger table gradient "
-    "shard exchange sparse recipe foresight dense backward clip guard optim ownership placement "
-    "data checkpoint progress session"
+    "variables errors text config init nn cluster hosts beacon analysis cost ledger forecast plan "
+    "planner journal watch table gradient shard exchange sparse recipe foresight dense backward "
+    "clip guard optim ownership placement data checkpoint progress session"
 ).split()
 
 

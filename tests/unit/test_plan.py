@@ -10,8 +10,10 @@ from parallax import cost
 from parallax.analysis import Kind, analyse
 from parallax.config import Config
 from parallax.errors import ConfigError, UnsupportedError
+from parallax.ledger import Entry, Record
 from parallax.optim import updater_of
-from parallax.plan import Plan, Route, make_plan
+from parallax.plan import Plan, Route
+from parallax.planner import make_plan
 from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
 
 
@@ -89,18 +91,18 @@ def test_patterns_that_match_nothing_are_named(field: str) -> None:
 def test_bytes_follow_the_formulas() -> None:
     plan = plan_of(Lookup("embedding"), "adam")
     assert plan["table.weight"].bytes_per_step == cost.allreduce_bytes(40 * 6 * 4, 4)
-    measured = plan_of(Lookup("embedding")).with_bytes({"table.weight": 123.0, "out.weight": 9.0})
-    assert measured["table.weight"].bytes_per_step == 123.0
-    assert measured["out.weight"].bytes_per_step == cost.allreduce_bytes(6 * 4, 4)
-
-
-def test_cost_of_the_routes() -> None:
-    assert cost.allreduce_bytes(100, 4) == 150
-    assert cost.sharded_bytes(10, 96, 2) == 2 * 10 * 100 / 2
-    assert cost.pull_bytes(3, 5, 10) == 3 * 4 + 50
-    assert cost.push_bytes(3, 10) == 3 * 14
-    # The sharded route does not grow with the number of workers.
-    assert cost.sharded_bytes(10, 96, 48) < 2 * cost.sharded_bytes(10, 96, 2)
+    mean = Record(
+        0, seconds=0.5, parameters={"table.weight": Entry(123.0, rows=3), "out.weight": Entry(9.0)}
+    )
+    seen = plan_of(Lookup("embedding")).observed(mean, None)
+    assert seen["table.weight"].bytes_per_step == 123.0
+    assert seen["table.weight"].predicted_bytes == cost.sharded_bytes(3, 6 * 4, 4)
+    assert seen["out.weight"].bytes_per_step == 9.0
+    assert seen["out.weight"].predicted_bytes == cost.allreduce_bytes(6 * 4, 4)
+    assert "A step takes 500.0 ms" in str(seen)
+    assert Plan.from_json(seen.to_json()) == seen
+    again = seen.routed("table.weight", Route.ALL_REDUCE, "used whole")["table.weight"]
+    assert again.bytes_per_step == again.predicted_bytes == cost.allreduce_bytes(40 * 6 * 4, 4)
 
 
 def test_hints_say_what_lazy_would_save() -> None:

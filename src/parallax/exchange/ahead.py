@@ -115,6 +115,7 @@ class Ahead:
 
     def send_late(self) -> None:
         """No step runs any more: let the other rows go."""
+        start = time.perf_counter()
         with self._peers.waiting(self._where):
             if self._early is not None:
                 self._early.result()
@@ -125,16 +126,17 @@ class Ahead:
                 return
             if any(demand.stock.spoiled for demand in self._demands):
                 self._late = self._with_spoiled()
-            self._started = time.perf_counter()
             self._shipment = self._sent(self._late)
+        self._seconds = time.perf_counter() - start
 
     def arrived(self) -> list[tuple[Demand, Tensor]]:
         """The rows of all demands."""
         if self._shipment is None:
             return []
+        start = time.perf_counter()
         with self._peers.waiting(self._where):
             self._land(self._late, self._shipment)
-        self._book(time.perf_counter() - self._started)
+        self._book(self._seconds + time.perf_counter() - start)
         sizes = [len(demand.slots) for demand in self._demands]
         rows = itertools.chain.from_iterable(
             buffer.split_with_sizes([sizes[i] for i in members])
@@ -281,6 +283,7 @@ class Ahead:
         wanted, served = (
             (counts.sum(1) - counts[:, rank]).tolist() for counts in (whole.received, whole.sent)
         )
+        late = self._late.received.sum(1).tolist()
         for i, demand in enumerate(self._demands):
             size_bytes = row_bytes(demand.rows)
             ledger.add(
@@ -288,6 +291,7 @@ class Ahead:
                 sent_bytes=cost.pull_bytes(wanted[i], served[i], size_bytes),
                 received_bytes=cost.pull_bytes(served[i], wanted[i], size_bytes),
                 rows=len(demand.slots),
+                early_rows=len(demand.slots) - late[i],
                 seconds=seconds / len(self._demands),
             )
 

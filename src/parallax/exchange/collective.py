@@ -107,6 +107,8 @@ def complete_push(
     for merging, family in zip(merges, arrived, strict=True):
         summed = merging.summed(family.rows, 1 / peers.num_workers)
         found |= dict(zip(family.members, summed, strict=True))
+    for parcel in found.values():
+        peers.ledger.add(parcel.name, updated_rows=len(parcel.slots))
     return [found[i] for i in range(len(parcels))]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from parallax.errors import ConfigError, ParallaxError
-from parallax.launch import launcher
+from parallax.launch import launcher, outlook
 from parallax.launch.check.survey import Way, check
 from parallax.launch.hosts import Host, read_hosts, workers_of
 from parallax.launch.job import Job, Kind, Program
@@ -57,6 +57,20 @@ a pair, several pairs at a time. Ends with what is wrong and what to do, and wit
 0 if a job can start. The rates are kept for the planner.
 """
 
+_PLAN_DESCRIPTION = """\
+Show what a run planned, why, and what its steps took beside what was predicted. With
+--hosts, --workers-per-host, --rate or --local-rate also what a cluster that is not there
+would make of it: samples a second if all parameters were all-reduced (rows gathered), if
+all were sharded, and with each the way that moves the fewest bytes. RUN is the folder
+that the script gave as Config.run_dir.
+"""
+
+_PLAN_EXAMPLES = """\
+examples:
+  parallax plan runs/today
+  parallax plan runs/today --hosts 16 --workers-per-host 8 --rate 100gbit --plot scaling.png
+"""
+
 _OPTIONS_WITH_VALUE = (
     "-n", "--workers", "--hosts", "--log-dir", "--max-restarts", "--resume", "--interface",
     "--port", "--ssh-config", "--start-timeout",
@@ -82,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _export(options.checkpoint_dir, options.out)
         if options.command == "check":
             return _check(options)
+        if options.command == "plan":
+            return _plan(options)
         return _run(options, script)
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -97,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_run(commands)
     _add_check(commands)
+    _add_plan(commands)
     _add_export(commands)
     return parser
 
@@ -184,6 +201,27 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds in which every host must answer, and then all must meet (default 60)",
     )
+
+
+def _add_plan(commands: argparse._SubParsersAction[_Parser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="show a run's plan beside what it took, and what another cluster would make of it",
+        description=_PLAN_DESCRIPTION,
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    plan.add_argument("run", metavar="RUN", help="the run's folder")
+    plan.add_argument("--hosts", type=_positive, metavar="H", help="what if there were H hosts")
+    plan.add_argument(
+        "--workers-per-host", type=_positive, metavar="K", help="… with K workers each"
+    )
+    plan.add_argument("--rate", metavar="R", help="… and links of this rate, say 100gbit")
+    plan.add_argument(
+        "--local-rate", metavar="R", help="… and within a host (default: as measured)"
+    )
+    plan.add_argument("--plot", metavar="PNG", help="also draw it (needs matplotlib)")
 
 
 def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -296,6 +334,22 @@ def _check(options: argparse.Namespace) -> int:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(str(error), code=1)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    wanted = options.hosts, options.workers_per_host, options.rate, options.local_rate
+    try:
+        run = outlook.Run.of(options.run)
+        lines = outlook.described(run)
+        if any(wanted) or options.plot is not None:
+            cluster = outlook.cluster_of(run, *wanted)
+            lines += ["", *outlook.what_if(run, cluster)]
+            if options.plot is not None:
+                outlook.draw(run, cluster, options.plot)
+    except (ConfigError, OSError) as error:
+        return _refuse(str(error))
+    print("\n".join(lines))
+    return 0
 
 
 def _export(checkpoint_dir: str, out: str) -> int:

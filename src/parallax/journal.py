@@ -1,0 +1,98 @@
+"""A run's folder: what was planned, measured and moved, in lines that a kill cannot corrupt.
+
+    RUN/journal.jsonl    a line for each event, oldest first
+
+Each line is written at once and begins with a newline if the one before it was torn, so whatever
+happens at most the line that was being written is lost. It is written by worker 0, and read by
+`parallax plan RUN`, which needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from parallax.errors import ConfigError
+
+NAME = "journal.jsonl"
+
+
+class Journal:
+    """Writes to a run's folder; without a folder it does nothing."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self._file: int | None = None
+        if folder is None:
+            return
+        path = Path(folder) / NAME
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+            self._file = os.open(path, flags, 0o644)
+            if _is_torn(self._file):
+                os.write(self._file, b"\n")
+        except OSError as error:
+            raise ConfigError(f"Config.run_dir: cannot write {str(path)!r}: {error}") from error
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Add a line; what JSON cannot hold (NaN, infinities) becomes null."""
+        if self._file is not None:
+            line = {"kind": kind, "time": round(time.time(), 3), **_finite(fields)}
+            os.write(self._file, json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def read(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; torn lines are left out."""
+    path = Path(folder) / NAME
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {str(path)!r}: {error.strerror}. A run's folder is what its script gave "
+            "as Config.run_dir"
+        ) from error
+    return list(_events(text))
+
+
+def last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events since the last start: a folder may have been used by several runs."""
+    starts = [place for place, event in enumerate(events) if event["kind"] == "start"]
+    return events[starts[-1] :] if starts else events
+
+
+def _events(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("kind"), str):
+            yield event
+
+
+def _is_torn(file: int) -> bool:
+    size = os.fstat(file).st_size
+    return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not abs(value) < float("inf"):
+        return None
+    return value

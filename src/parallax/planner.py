@@ -1,0 +1,154 @@
+"""Which route each parameter gets: from what it is, its optimizer and what the user chose."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from parallax.analysis import Facts, Kind
+from parallax.config import Config
+from parallax.errors import ConfigError, UnsupportedError
+from parallax.plan import UNTOUCHED, ParameterPlan, Plan, Route, priced
+
+
+class RowRule(enum.Enum):
+    """What updating only the touched rows does to an optimizer's mathematics."""
+
+    EXACT = "the same"
+    LAZY = "skips what it would do to untouched rows"
+    REFUSED = "cannot work row by row"
+    ABSENT = "no optimizer has it"
+
+
+@dataclass(frozen=True)
+class Updater:
+    """What the plan needs to know of a parameter's optimizer."""
+
+    name: str
+    rule: RowRule
+    takes_sparse: bool = False
+    """The optimizer itself accepts sparse gradients, so `sparse=True` does not ask for laziness."""
+    takes_dense: bool = True
+
+
+def make_plan(
+    facts: list[Facts], updaters: Mapping[str, Updater], config: Config, num_workers: int
+) -> Plan:
+    """Decide the route of every parameter."""
+    _check_patterns_used(facts, config)
+    parameters = []
+    for fact in facts:
+        route, why = decide(fact, updaters[fact.name], config, num_workers)
+        line = ParameterPlan(
+            fact.name,
+            tuple(fact.parameter.shape),
+            route,
+            why,
+            fact.row_bytes if fact.parameter.dim() else fact.size_bytes,
+            fact.size_bytes,
+        )
+        parameters.append(priced(line, num_workers))
+    return Plan(num_workers, tuple(parameters))
+
+
+def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
+    """The route of one parameter, and why."""
+    route, why = _decide(fact, updater, config, num_workers)
+    if route is Route.ALL_REDUCE and not updater.takes_dense:
+        raise UnsupportedError(
+            f"{fact.name!r} gets a dense gradient ({why}), which {updater.name} does not take: use "
+            "Adam for it"
+        )
+    return route, why
+
+
+def _decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
+    forced = config.route_of(fact.name)
+    if forced is not None:
+        return _forced(forced, fact, updater, config, num_workers)
+    if not fact.parameter.requires_grad:
+        return Route.FROZEN, "needs no gradient"
+    if fact.kind is Kind.DENSE:
+        return _dense(num_workers, "used whole")
+    if fact.kind is Kind.TIED:
+        return _dense(num_workers, f"used whole: tied, held by {' and '.join(fact.holders)}")
+    if fact.has_hooks:
+        return _dense(num_workers, "has gradient hooks, which must see the whole gradient")
+    return _table_or_dense(fact, updater, config, num_workers)
+
+
+def _table_or_dense(
+    fact: Facts, updater: Updater, config: Config, num_workers: int
+) -> tuple[Route, str]:
+    lazy = wants_lazy(fact, updater, config)
+    if updater.rule is RowRule.REFUSED:
+        return _dense(num_workers, f"{updater.name} {updater.rule.value}")
+    if updater.rule is RowRule.LAZY and not lazy:
+        if fact.kind is Kind.UNKNOWN:
+            return _dense(num_workers, f"used whole, or {updater.name} updates untouched rows too")
+        return _dense(num_workers, f"{updater.name} {UNTOUCHED}")
+    if num_workers == 1 and updater.rule is RowRule.EXACT:
+        return Route.LOCAL, "one worker"
+    if fact.kind is Kind.UNKNOWN:
+        return Route.OBSERVED, "the first backward shows whether only rows of it are used"
+    return Route.SHARDED, "only rows of it are looked up" + (", lazily updated" if lazy else "")
+
+
+def wants_lazy(fact: Facts, updater: Updater, config: Config) -> bool:
+    """Whether the user asked for updates of touched rows alone, where that makes a difference.
+
+    `sparse=True` asks for it, unless the optimizer takes sparse gradients and then does the dense
+    mathematics all the same (SGD with momentum).
+    """
+    if updater.rule is not RowRule.LAZY:
+        return False
+    return config.is_lazy(fact.name) or (fact.asks_sparse and not updater.takes_sparse)
+
+
+def _forced(
+    forced: str, fact: Facts, updater: Updater, config: Config, num_workers: int
+) -> tuple[Route, str]:
+    why = "forced by Config.routes"
+    if forced == "all-reduce":
+        return _dense(num_workers, why)
+    if fact.parameter.dim() == 0 or not fact.parameter.is_floating_point():
+        raise ConfigError(
+            f"Config.routes asks to shard {fact.name!r}, which has shape "
+            f"{tuple(fact.parameter.shape)} and {fact.parameter.dtype}: it has no rows to shard"
+        )
+    if fact.has_hooks:
+        raise UnsupportedError(
+            f"Config.routes asks to shard {fact.name!r}, which has gradient hooks: they would not "
+            "see its gradient. Remove them, or leave it whole"
+        )
+    if updater.rule is RowRule.REFUSED:
+        raise UnsupportedError(
+            f"Config.routes asks to shard {fact.name!r}, but {updater.name} {updater.rule.value}. "
+            "Give its tables an optimizer of their own (say SGD, Adagrad, Adam or SparseAdam)"
+        )
+    lazy = config.is_lazy(fact.name) or fact.asks_sparse
+    if updater.rule is RowRule.LAZY and not lazy:
+        raise ConfigError(
+            f"Config.routes asks to shard {fact.name!r}, but {updater.name} updates untouched rows "
+            f"too, so the result would change: say lazy=[{fact.name!r}] if that is meant"
+        )
+    return Route.SHARDED, why
+
+
+def _dense(num_workers: int, why: str) -> tuple[Route, str]:
+    return (Route.LOCAL, "one worker") if num_workers == 1 else (Route.ALL_REDUCE, why)
+
+
+def _check_patterns_used(facts: list[Facts], config: Config) -> None:
+    """A pattern that no parameter matches is a slip of the pen."""
+    lazy = [] if isinstance(config.lazy, bool) else config.lazy
+    for field, patterns in (("routes", config.routes), ("lazy", lazy), ("init", config.init)):
+        for pattern in patterns:
+            if not any(fnmatchcase(fact.name, pattern) for fact in facts):
+                names = ", ".join(fact.name for fact in facts[:10])
+                raise ConfigError(
+                    f"Config.{field} has the pattern {pattern!r}, which no parameter matches; "
+                    f"the parameters are {names}{', …' if len(facts) > 10 else ''}"
+                )

@@ -1,0 +1,109 @@
+"""Steps foretold: by hand for small ones, and beside the paper's measurements."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from benchmarks import paper
+from parallax.cost import Cluster, Link, Touched
+from parallax.forecast import Architecture, Table, Work, forecast, planned, work_of
+from parallax.ledger import Entry, Record
+from parallax.plan import ParameterPlan, Route
+
+CLUSTER = Cluster(2, 1, between=Link(1000.0, 0.01), within=Link(1e6, 0.0))
+TABLE = Table("table", size_bytes=1e6, row_bytes=96, touched=Touched(10))
+
+
+def test_what_is_hidden_counts_only_beyond_the_compute() -> None:
+    dense = Work((), dense_bytes=500, compute_seconds=0.3, samples=8)
+    found = forecast(dense, CLUSTER, Architecture.HYBRID)
+    assert found.seconds == pytest.approx(0.5)  # 2 · 500 / 2 bytes at 1,000 a second
+    assert found.throughput == pytest.approx(2 * 8 / 0.5)
+    slow = Work((), dense_bytes=500, compute_seconds=0.8, samples=8)
+    assert forecast(slow, CLUSTER, Architecture.HYBRID).seconds == pytest.approx(0.8)
+
+
+def test_rows_are_waited_for_unless_they_come_early() -> None:
+    work = Work((TABLE,), dense_bytes=0, compute_seconds=0.3, samples=1)
+    # 2 · 10 · 100 / 2 bytes, four turns.
+    assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 1.0 + 0.04)
+    early = Table("table", 1e6, 96, Touched(10), early_share=0.5)
+    work = Work((early,), dense_bytes=0, compute_seconds=0.3, samples=1)
+    assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.75 + 0.04)
+
+
+def test_the_hybrid_takes_what_moves_less() -> None:
+    tiny = Table("tiny", size_bytes=100, row_bytes=96, touched=Touched(10))
+    work = Work((tiny,), dense_bytes=0, compute_seconds=0.0, samples=1)
+    assert forecast(work, CLUSTER, Architecture.HYBRID).traffic.link_bytes == 100
+    assert planned(work, CLUSTER).traffic.link_bytes == 1000
+    sharded = forecast(work, CLUSTER, Architecture.SHARDED)
+    assert sharded.traffic.link_bytes == 1000
+    gathered = forecast(work, CLUSTER, Architecture.ALL_REDUCE)
+    assert gathered.traffic.link_bytes == 10 * (96 + 8)
+
+
+def line(name: str, route: Route, size_bytes: int) -> ParameterPlan:
+    return ParameterPlan(name, (10, 2), route, "", row_bytes=96, size_bytes=size_bytes)
+
+
+def test_work_is_what_was_seen() -> None:
+    mean = Record(
+        step=9,
+        seconds=1.0,
+        header_seconds=0.1,
+        samples=32,
+        parameters={
+            "table": Entry(rows=10, early_rows=4, updated_rows=10, seconds=0.3),
+            "out": Entry(sent_bytes=5, seconds=0.2),
+        },
+    )
+    lines = [
+        line("table", Route.SHARDED, 960),
+        line("out", Route.ALL_REDUCE, 50),
+        line("unused", Route.SHARDED, 7),
+        line("frozen", Route.FROZEN, 8),
+    ]
+    found = work_of(lines, mean, num_workers=4)
+    assert found.dense_bytes == 50
+    assert found.compute_seconds == pytest.approx(0.4)
+    assert found.samples == 32
+    (table,) = found.tables
+    assert (table.name, table.early_share) == ("table", 0.4)
+    assert table.touched.by(4) == pytest.approx(40)  # each of four owners updated ten
+
+
+# The paper --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", range(1, len(paper.NUM_MACHINES)))
+def test_the_papers_order_for_lm(place: int) -> None:
+    found = {kind: steps[place].throughput for kind, steps in paper.forecasts(paper.LM).items()}
+    order = sorted(found, key=found.__getitem__)
+    assert order == [Architecture.ALL_REDUCE, Architecture.SHARDED, Architecture.HYBRID]
+
+
+def test_the_papers_order_for_nmt_and_resnet() -> None:
+    nmt = {kind: steps[-1].throughput for kind, steps in paper.forecasts(paper.NMT).items()}
+    order = sorted(nmt, key=nmt.__getitem__)
+    assert order == [Architecture.ALL_REDUCE, Architecture.SHARDED, Architecture.HYBRID]
+    resnet = {kind: steps[-1].throughput for kind, steps in paper.forecasts(paper.RESNET).items()}
+    assert resnet[Architecture.HYBRID] == resnet[Architecture.ALL_REDUCE]
+    assert resnet[Architecture.SHARDED] < 0.7 * resnet[Architecture.HYBRID]  # 1 / 1.53 there
+
+
+def test_the_shape_of_the_papers_curve() -> None:
+    """Each machine adds less than the one before; gathering rows gains nothing at all."""
+    found = paper.forecasts(paper.LM)
+    (measured,) = [f for f in paper.LM_FIGURES if f.architecture is Architecture.HYBRID]
+    hybrid = [step.throughput / 1e3 for step in found[Architecture.HYBRID]]
+    for words in (hybrid, list(measured.words.values())):
+        assert all(after > before for before, after in pairwise(words))
+        efficiency = [w / n for w, n in zip(words, paper.NUM_MACHINES, strict=True)]
+        assert all(after < before for before, after in pairwise(efficiency))
+    for words, told in zip(hybrid, measured.words.values(), strict=True):
+        assert 1 / 1.35 < words / told < 1.35
+    gathered = [step.throughput for step in found[Architecture.ALL_REDUCE]]
+    assert gathered[-1] < 1.2 * gathered[1]
