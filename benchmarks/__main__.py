@@ -3,6 +3,7 @@
     python -m benchmarks suite --quick              # what `make bench-quick` runs
     python -m benchmarks run lm --hosts 8 --rate 200mbit --emulated
     python -m benchmarks converge                   # real text to a fixed perplexity
+    python -m benchmarks predict                    # the planner's forecasts beside what steps took
     python -m benchmarks report runs/bench --out docs/benchmarks
     python -m benchmarks peers                      # which are installed
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import convergence, report, suite
+from benchmarks import convergence, predictions, report, suite
 from benchmarks.contest import Contest, Setting, hold
 from benchmarks.crew import CrewError
 from benchmarks.engines import ALONE, ENGINES, OURS
@@ -139,6 +140,19 @@ def converge(args: argparse.Namespace) -> None:
     print(f"\n{convergence.table(outcome)}\n")
 
 
+def predict(_: argparse.Namespace) -> None:
+    _check_testbed()
+    total = len(predictions.WORKLOADS) * len(predictions.HOSTS)
+    with tqdm(unit="setting", total=total, file=sys.stdout, ncols=90) as bar:
+
+        def progress(setting: str) -> None:
+            bar.set_description_str(setting)
+            bar.update()
+
+        found = predictions.predict_all(progress)
+    print(f"\n{predictions.table(found)}\n")
+
+
 def write_report(args: argparse.Namespace) -> None:
     from benchmarks.page import write
 
@@ -183,6 +197,8 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     text.add_argument("--rate", type=_rate, default=convergence.Race.rate)
     text.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     text.set_defaults(act=converge)
+    foretold = commands.add_parser("predict", help="the planner's forecasts beside what steps took")
+    foretold.set_defaults(act=predict)
     page = commands.add_parser("report", help="a page with tables and plots of results")
     page.add_argument("folder", type=Path, nargs="?", default=RUNS)
     page.add_argument("--out", type=Path, default=Path("runs/report"))

@@ -23,7 +23,13 @@ def start(task: Task) -> Trainer:
         f"tables.{place}.weight": start_rows(table)
         for place, table in enumerate(task.workload.tables)
     }
-    session = parallax.parallelize(model, optimizer, init=tables, timeout_seconds=PATIENCE_SECONDS)
+    session = parallax.parallelize(
+        model,
+        optimizer,
+        init=tables,
+        timeout_seconds=PATIENCE_SECONDS,
+        run_dir=task.options.get("run_dir"),
+    )
     turn = train(task, model, optimizer, _batches(task, session))
 
     def profiled(num_steps: int) -> float:

@@ -8,6 +8,7 @@ inside a job. The shell of an interactive `salloc` is a step as well, with a num
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -188,6 +189,16 @@ def first_host(hosts: str) -> str:
 def resume_dir() -> str | None:
     """Where `parallax run --resume` looks for the newest checkpoint; None if it was not given."""
     return os.environ.get(variables.RESUME) or None
+
+
+def link_rate() -> float | None:
+    """Of the slowest link between the hosts, in bytes a second, if `parallax check` was run."""
+    text = os.environ.get(variables.LINK_RATE, "")
+    try:
+        rate = float(text)
+    except ValueError:
+        return None
+    return rate if 0 < rate < math.inf else None
 
 
 def step_file() -> str | None:

@@ -73,6 +73,10 @@ class Config:
     ledger_steps: int = 1000
     """How many steps the ledger keeps one by one; its totals cover all."""
 
+    replan: bool = True
+    """Move tables to the route that moves fewer bytes, as the steps show what they touch. The
+    result is the same. Routes forced above stay."""
+
     run_dir: str | None = None
     """A folder for what was planned, measured and moved, as JSON lines that `parallax plan` reads;
     written by worker 0. The links between hosts are then measured at the start, in 2 s at most."""
@@ -104,8 +108,10 @@ class Config:
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
         if self.interface is not None and not (isinstance(self.interface, str) and self.interface):
             raise ConfigError(f"Config.interface takes a name, not {self.interface!r}")
-        if not isinstance(self.lookahead, bool):
-            raise ConfigError(f"Config.lookahead takes true or false, not {self.lookahead!r}")
+        for name in ("lookahead", "replan"):
+            if not isinstance(getattr(self, name), bool):
+                given = getattr(self, name)
+                raise ConfigError(f"Config.{name} takes true or false, not {given!r}")
         for name in ("timeout_seconds", "bucket_megabytes"):
             _check_positive(name, getattr(self, name))
         if self.checkpoint_seconds is not None:

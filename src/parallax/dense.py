@@ -50,7 +50,7 @@ class DenseRoute:
         self._scale = scale
         self._order = order  # the same on every worker, whenever a parameter was adopted
         self._strays: set[str] = set()
-        self._handles: list[Any] = []
+        self._handles: dict[str, list[Any]] = {}
         self._names: dict[int, str] = {}
         self._fired: set[str] = set()
         self._reduced: list[str] = []
@@ -75,7 +75,10 @@ class DenseRoute:
         """Let a parameter go that has become a table."""
         parameter = self.parameters.pop(name)
         self._strays.discard(name)
+        self._unhook(name)
         del self._names[id(parameter)]
+        # Its gradients are not the reducer's any more, from the next backward's very beginning.
+        self._drop_engine()
 
     def settle(self) -> None:
         """A step has ended: strays belong to the reducer from now on."""
@@ -85,8 +88,8 @@ class DenseRoute:
         self._drop_engine()
         if self._directs is not None:
             self._directs.close()
-        for handle in self._handles:
-            handle.remove()
+        for name in list(self._handles):
+            self._unhook(name)
 
     # A backward ---------------------------------------------------------------------------
 
@@ -179,9 +182,15 @@ class DenseRoute:
         # Frozen parameters have hooks too, for the day they are unfrozen.
         needs = parameter.requires_grad
         parameter.requires_grad_(True)
-        self._handles.append(parameter.register_hook(scaled))
-        self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+        self._handles[name] = [
+            parameter.register_hook(scaled),
+            parameter.register_post_accumulate_grad_hook(arrived),
+        ]
         parameter.requires_grad_(needs)
+
+    def _unhook(self, name: str) -> None:
+        for handle in self._handles.pop(name):
+            handle.remove()
 
     def _build_engine(self, names: list[str]) -> None:
         self._drop_engine()

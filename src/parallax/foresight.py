@@ -22,7 +22,7 @@ from torch import Tensor
 from parallax.exchange.ahead import Ahead, Want
 from parallax.exchange.courier import Courier
 from parallax.exchange.peers import Peers
-from parallax.exchange.request import Request
+from parallax.exchange.request import Guess, Request
 from parallax.recipe import Recipe, find_recipe, leaves_of
 from parallax.sparse import TableRows
 
@@ -113,7 +113,8 @@ class Foresight:
     def _take(self, ahead: Ahead) -> None:
         for demand, rows in ahead.arrived():
             if demand.stock.shard is not None:
-                self._tables[demand.stock.name].foresee(demand.slots, rows, demand.places)
+                table = self._tables[demand.stock.name]
+                table.foresee(demand.slots, rows, demand.places, demand.guess)
 
     def _close_window(self) -> None:
         for table in self._tables.values():
@@ -179,19 +180,36 @@ class Foresight:
 
     def _asked(self, agreed: Recipes, batch: Any) -> Ahead:
         leaves = leaves_of(batch)
-        wants = [self._want(name, recipes, leaves) for name, recipes in agreed.items()]
+        found = {name: self._ids(name, recipes, leaves) for name, recipes in agreed.items()}
+        known = {name: ids for name, ids in found.items() if ids is not None}
+        requests = self._requests(known)
+        wants = []
+        for name, recipes in agreed.items():
+            table, request = self._tables[name], requests.get(name)
+            nothing = torch.empty(0, dtype=torch.int64, device=table.parameter.device)
+            rows = nothing if table.shard is None else table.shard
+            if request is None or request.is_faulty:
+                wants.append(Want(table, nothing, rows, is_known=False))
+                continue
+            guess = Guess(known[name], request) if len(recipes) == 1 else None
+            wants.append(Want(table, request.slots, rows, guess=guess))
         self._number += 1
         return Ahead(self._peers, wants, self._number)
 
-    def _want(self, name: str, recipes: tuple[Recipe, ...], leaves: list[Tensor]) -> Want:
-        table = self._tables[name]
-        device = table.parameter.device
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
-        rows = nothing if table.shard is None else table.shard
+    def _ids(self, name: str, recipes: tuple[Recipe, ...], leaves: list[Tensor]) -> Tensor | None:
+        """Of all lookups of a table in a batch; None if they cannot be told."""
         parts = [recipe.ids(leaves) for recipe in recipes]
         known = [part.reshape(-1) for part in parts if part is not None]
-        if len(known) < len(parts) or table.shard is None:
-            return Want(table, nothing, rows, is_known=False)
-        ids = torch.cat(known).to(device)
-        request = Request.of(ids, table.row_map, wraps=False, device=device)
-        return Want(table, request.slots, rows, is_known=not request.is_faulty)
+        if len(known) < len(parts) or self._tables[name].shard is None:
+            return None
+        return torch.cat(known).to(self._tables[name].parameter.device)
+
+    def _requests(self, ids: Mapping[str, Tensor]) -> dict[str, Request]:
+        maps = [self._tables[name].row_map for name in ids]
+        together = Request.of_all(list(ids.values()), maps) if ids else []
+        if together is not None:
+            return dict(zip(ids, together, strict=True))
+        return {
+            name: Request.of(each, row_map, wraps=False, device=each.device)
+            for (name, each), row_map in zip(ids.items(), maps, strict=True)
+        }

@@ -20,9 +20,8 @@ from parallax import checkpoint, placement
 from parallax.analysis import analyse, refuse_early_steps, refuse_unsupported
 from parallax.backward import REDUCTION, Backward, Weight
 from parallax.clip import clip_norm
-from parallax.cluster import find_place, resume_dir, use_interface
+from parallax.cluster import find_place, link_rate, resume_dir, use_interface
 from parallax.config import Config
-from parallax.cost import Cluster
 from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
@@ -36,7 +35,6 @@ from parallax.exchange.peers import Peers
 from parallax.foresight import Foresight
 from parallax.guard import guard_copies
 from parallax.hosts import Hosts
-from parallax.journal import Journal
 from parallax.ledger import Ledger
 from parallax.optim import (
     RowStep,
@@ -51,6 +49,7 @@ from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route
 from parallax.planner import RowRule, Updater, make_plan
 from parallax.progress import Progress
+from parallax.replan import Replanner
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
 from parallax.watch import Watch
@@ -101,7 +100,6 @@ class Session:
         self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
         self._groups = self._gather()
         self._peers = self._meet()
-        self._cluster = self._measured()
         self._watch = self._watching()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
@@ -147,7 +145,7 @@ class Session:
     def plan(self) -> Plan:
         """The route of each parameter, and why; what newer steps took, beside what they should."""
         mean = self.ledger.mean(_RECENT_STEPS)
-        return self._plan if mean is None else self._plan.observed(mean, self._cluster)
+        return self._plan if mean is None else self._plan.observed(mean, self._watch.cluster)
 
     # What a script does -------------------------------------------------------------------
 
@@ -334,46 +332,14 @@ class Session:
             placement.compare(self._description(), peers, store)
         return peers
 
-    def _measured(self) -> Cluster | None:
-        """The links between the workers, if there is a folder to keep them in."""
-        if self.config.run_dir is None or self.num_workers == 1:
-            return None
-        between, within = links.measure(self._peers, self.hosts, self._device())
-        some = between or within
-        assert some is not None
-        return Cluster(
-            num_hosts=len(self.hosts),
-            workers_per_host=max(map(len, self.hosts.workers)),
-            between=between or some,
-            within=within or some,
-        )
-
     def _watching(self) -> Watch:
-        watch = Watch(self._journal(), self.ledger)
-        watch.start(
-            num_workers=self.num_workers,
-            hosts=self.hosts.names,
-            workers=self.hosts.workers,
-            device=self._device().type,
-            torch=torch.__version__,
-        )
-        watch.cluster(self._cluster)
-        watch.plan(self._plan, 0, "as the model and its optimizers have it")
+        watch = Watch.open(self.config.run_dir, self._peers)
+        if watch.is_on:
+            watch.start(self.hosts, self._device())
+            rate = link_rate()
+            watch.cluster = links.measure(self._peers, self.hosts, self._device(), rate)
+            watch.plan(self._plan, 0, "as the model and its optimizers have it")
         return watch
-
-    def _journal(self) -> Journal:
-        """Worker 0's; if it cannot be written all workers say so."""
-        journal, problem = Journal(None), ""
-        if self.config.run_dir is not None and self.rank == 0:
-            try:
-                journal = Journal(self.config.run_dir)
-            except ConfigError as error:
-                problem = str(error)
-        if self.config.run_dir is not None:
-            problem = self._peers.gather_text(problem, "opening the run's folder")[0]
-        if problem:
-            raise ConfigError(problem)
-        return journal
 
     def _join(self) -> None:
         """Put every parameter on its route."""
@@ -430,6 +396,15 @@ class Session:
                 dense.adopt(fact.name, fact.parameter)
         self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
         self._rules = {name: updater.rule for name, updater in self._updaters().items()}
+        self._movable = {n: t for n, t in self._tables.items() if self._may_move(n)}
+        self._replanner = Replanner(self._peers, self._movable, lambda: self._plan, self._move)
+
+    def _may_move(self, name: str) -> bool:
+        """Whether a table's route is the plan's to change: only where both give one result."""
+        is_exact = self._rules[name] is RowRule.EXACT
+        takes_dense = self._updaters()[name].takes_dense
+        free = self.config.route_of(name) is None
+        return self.config.replan and is_exact and takes_dense and free
 
     def _served(self, name: str, places: Tensor) -> Tensor:
         """Rows of a table that this worker owns."""
@@ -501,6 +476,7 @@ class Session:
             self._end_step()
         if min(self._steps.values()) == max(self._steps.values()):
             self._weight.end_step()
+            self._replanner.end_step()
         is_settled = self._steps[id(optimizer)] == min(self._steps.values())
         self._progress.after_step(self._backward, is_settled=is_settled)
 
@@ -528,18 +504,31 @@ class Session:
                 self._shard_state(table)
                 self._reroute(table.name, Route.SHARDED, "only rows of it were looked up")
 
-    def _left(self, table: TableRows, why: str) -> None:
-        """A table was used whole, and is an ordinary parameter from now on."""
+    def _left(self, table: TableRows, why: str, planned: bool) -> None:
+        """A table is an ordinary parameter from now on."""
         owner = self._owners.get(id(table.parameter))
+        if not planned:
+            self._movable.pop(table.name, None)
+            if table.shard is not None:
+                warn_whole(table.name, why)
+            why = f"used whole by {why}"
         if owner is not None:
-            refuse_dense(table.name, owner[0], f"used whole by {why}")
-        if table.shard is not None:
-            if owner is not None:
+            refuse_dense(table.name, owner[0], why)
+            if table.shard is not None:
                 gather_state(owner[0], table)
-            warn_whole(table.name, why)
         route = Route.ALL_REDUCE if self.num_workers > 1 else Route.LOCAL
-        self._reroute(table.name, route, f"used whole by {why}")
+        self._reroute(table.name, route, why)
         self._backward.dense.adopt(table.name, table.parameter, stray=True)
+
+    def _move(self, table: TableRows, route: Route, why: str) -> None:
+        """The steps have shown that another route moves fewer bytes."""
+        if route is Route.ALL_REDUCE:
+            table.become_whole(why, planned=True)
+            return
+        self._backward.dense.release(table.name)
+        table.become_rows()
+        self._shard_state(table)
+        self._reroute(table.name, route, why)
 
     def _reroute(self, name: str, route: Route, why: str) -> None:
         self._plan = self._plan.routed(name, route, why)

@@ -64,6 +64,24 @@ class RowMap:
         return whole[owner :: self.num_workers].clone(memory_format=torch.contiguous_format)
 
 
+def laid_out(maps: Sequence[RowMap], slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of several tables' sorted slots: how many each owner has, and their places, by table."""
+    joined = torch.cat(list(slots))
+    sizes = torch.tensor([len(each) for each in slots])
+    spans = torch.tensor([row_map.span for row_map in maps])
+    num_workers = maps[0].num_workers
+    # As if all tables were one, whose slots begin where those of the table before end.
+    starts = (spans * num_workers).cumsum(0) - spans * num_workers
+    bounds = (starts[:, None] + spans[:, None] * torch.arange(num_workers)).flatten()
+    keys, span = joined, spans
+    if len(maps) > 1:
+        keys = joined + torch.repeat_interleave(starts, sizes).to(joined.device)
+        span = torch.repeat_interleave(spans, sizes)
+    edges = torch.searchsorted(keys, bounds.to(joined.device)).cpu()
+    counts = torch.diff(edges, append=edges.new_tensor([len(joined)]))
+    return counts.reshape(len(maps), num_workers), joined % span.to(joined.device)
+
+
 @dataclass(frozen=True)
 class Merge:
     """Which of some rows are the same one. It is known before the rows' values have come."""

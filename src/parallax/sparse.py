@@ -17,7 +17,7 @@ from parallax.exchange.cache import Cache
 from parallax.exchange.collective import Parcel, pull
 from parallax.exchange.header import Fault, Verb
 from parallax.exchange.peers import Peers
-from parallax.exchange.request import LastRequest, Request
+from parallax.exchange.request import Guess, LastRequest, Request
 from parallax.gradient import RowGradient
 from parallax.shard import RowMap, merged
 from parallax.table import empty_out, make_plain, make_table, set_data
@@ -29,8 +29,8 @@ class Hooks:
 
     begin: Callable[[], float]
     """A gradient has come: begin the backward if it has not begun, and say its scale."""
-    left: Callable[[TableRows, str], None]
-    """A table has become an ordinary parameter, for this reason."""
+    left: Callable[[TableRows, str, bool], None]
+    """A table has become an ordinary parameter, for this reason; whether the plan wanted it."""
     looked_up: Callable[[TableRows, object], None] = lambda table, ids: None
     """A lookup that trains has these ids, and nobody foresaw it."""
     requests: LastRequest = field(default_factory=LastRequest)
@@ -56,12 +56,16 @@ class TableRows:
         """It has become an ordinary parameter."""
         self.retired = False
         """… in an earlier step: no lookup of it is under way any more."""
+        self._has_returned = False
+        """It was an ordinary parameter before, by the plan."""
         self.spoiled = False
         """Rows may have changed that no foreseen lookup has asked for; the same on all workers."""
         self._foreseen = False
         """All workers have the rows of this batch's lookups. See [Note: lookahead]."""
         self._is_surprised = False
         """Something of this table was not as foreseen, here. See `was_surprised`."""
+        self._guess: tuple[Guess, Tensor] | None = None
+        """This batch's only lookup, and its rows."""
         self._is_used = True
         """A lookup took rows that were foreseen for this batch."""
         self._unsettled = False
@@ -89,11 +93,15 @@ class TableRows:
         self, ids: Tensor, *, padding: int | None = None, wraps: bool = False
     ) -> tuple[Tensor, Tensor, int | None]:
         trains = torch.is_grad_enabled() and self.parameter.requires_grad
-        device = self.parameter.device
-        request = self._hooks.requests.of(ids, self.row_map, wraps=wraps, device=device)
-        if trains and not self._foreseen:
-            self._hooks.looked_up(self, ids)
-        rows = self._fetched(request, trains)
+        guessed = self._guessed(ids) if trains else None
+        if guessed is not None:
+            request, rows = guessed
+        else:
+            device = self.parameter.device
+            request = self._hooks.requests.of(ids, self.row_map, wraps=wraps, device=device)
+            if trains and not self._foreseen:
+                self._hooks.looked_up(self, ids)
+            rows = self._fetched(request, trains)
         padding_place = self._place_of(padding, request.slots)
         if trains:
             rows = _Delivery.apply(  # type: ignore[no-untyped-call]
@@ -107,7 +115,7 @@ class TableRows:
                 return self.parameter.detach()
         return self.shard if self.local else self.gathered(self.shard, why)
 
-    def become_whole(self, why: str) -> None:
+    def become_whole(self, why: str, *, planned: bool = False) -> None:
         parameter = self.parameter
         if self.shard is not None:
             values, gradient = self.values(why), self._whole_gradient(why)
@@ -115,10 +123,25 @@ class TableRows:
             set_data(parameter, values)
             parameter.grad = gradient
         make_plain(parameter)
-        self.used_whole = True
-        self._hooks.left(self, why)
+        self.used_whole, self._has_returned = True, False
+        self._hooks.left(self, why, planned)
         self.shard = None
         self._forget_rows()
+
+    def become_rows(self) -> None:
+        """The opposite, between two steps: keep only this owner's rows again."""
+        parameter = self.parameter
+        values, gradient = parameter.detach(), parameter.grad
+        parameter.grad = None
+        make_table(parameter, self)
+        self.used_whole = self.retired = False
+        self._has_returned = True
+        self.place(self.own_part(values))
+        if gradient is not None:  # It stays until it is zeroed, as in torch.
+            part = self.own_part(gradient)
+            slots = (part.reshape(len(part), -1) != 0).any(1).nonzero().squeeze(1)
+            self.received = Parcel(self.name, self.row_map, slots, part[slots])
+            self.has_gradient = self._is_applied = True
 
     @torch.no_grad()
     def assign(self, values: Tensor) -> None:
@@ -258,6 +281,8 @@ class TableRows:
 
     def parcel(self) -> Parcel:
         """Take the gradients that have come here, summed by row."""
+        if self._has_returned:
+            self._refuse_old_graphs()
         pending, self._pending = self._pending, []
         if len(pending) == 1:
             slots, values = pending[0]
@@ -317,10 +342,11 @@ class TableRows:
 
     # Lookahead ----------------------------------------------------------------------------
 
-    def foresee(self, slots: Tensor, rows: Tensor, asked: Tensor) -> None:
+    def foresee(self, slots: Tensor, rows: Tensor, asked: Tensor, guess: Guess | None) -> None:
         """The rows of this batch's lookups are here; `asked` are those that workers have of us."""
         assert self.shard is not None
         self._cache.put(slots, rows)
+        self._guess = None if guess is None else (guess, rows)
         self._foreseen, self._is_used = True, False
         self.spoiled = self._unsettled
         if self._hot is None or len(self._hot) != len(self.shard):
@@ -353,7 +379,7 @@ class TableRows:
 
     def _forget_rows(self) -> None:
         self._cache.clear()
-        self._foreseen = False
+        self._foreseen, self._guess = False, None
 
     # Inside -------------------------------------------------------------------------------
 
@@ -364,6 +390,15 @@ class TableRows:
                 f"the gradient of table {self.name!r} is accumulated under no_sync() and not "
                 "reduced yet: run the last backward outside of it, or use session.clip_grad_norm_"
             )
+
+    def _refuse_old_graphs(self) -> None:
+        """Autograd gives the gradients of a graph from then to the parameter, past its rows."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.parameter.grad is not None:
+                raise ParallaxError(
+                    f"backward through a forward from before {self.name!r} was sharded again: run "
+                    "the forward again, or say replan=False"
+                )
 
     def _no_rows(self) -> Tensor:
         return torch.empty(
@@ -389,6 +424,18 @@ class TableRows:
         if not trains:
             return rows
         return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
+
+    def _guessed(self, ids: Tensor) -> tuple[Request, Tensor] | None:
+        """What a lookup asks for and gets, if it is the very one that was foreseen."""
+        if not self._foreseen or self._guess is None:
+            return None
+        guess, rows = self._guess
+        request = guess.answer(ids)
+        if request is None:
+            return None
+        self._peers.operation(Verb.LOOKUP, self.name)
+        self._is_used = True
+        return request, rows
 
     def _foreseen_rows(self, request: Request, missing: Tensor) -> Tensor:
         """Nobody else takes part: the others have their rows. See [Note: detour]."""

@@ -6,9 +6,13 @@ import json
 import time
 from dataclasses import asdict
 
+import torch
+
 from parallax.cost import Cluster
+from parallax.errors import ConfigError
+from parallax.exchange.peers import Peers
+from parallax.hosts import Hosts
 from parallax.journal import Journal
-from parallax.ledger import Ledger
 from parallax.plan import Plan
 
 _LINE_SECONDS = 1.0
@@ -16,20 +20,53 @@ _LINE_SECONDS = 1.0
 
 
 class Watch:
-    """Writes the plan, its changes and the ledger to a journal."""
+    """Writes the plan, its changes and the ledger to a journal, which worker 0 has."""
 
-    def __init__(self, journal: Journal, ledger: Ledger) -> None:
+    def __init__(self, journal: Journal, peers: Peers, *, is_on: bool) -> None:
+        self.is_on = is_on
+        """Whether there is a folder; the same on all workers."""
         self._journal = journal
-        self._ledger = ledger
+        self._peers = peers
+        self._ledger = peers.ledger
+        self._cluster: Cluster | None = None
         self._written = time.monotonic()
         self._num_steps = 0
 
-    def start(self, **about: object) -> None:
-        self._journal.write("start", **about)
+    @staticmethod
+    def open(run_dir: str | None, peers: Peers) -> Watch:
+        """If the folder cannot be written all workers say so. Collective."""
+        journal, problem = Journal(None), ""
+        if run_dir is not None and peers.rank == 0:
+            try:
+                journal = Journal(run_dir)
+            except ConfigError as error:
+                problem = str(error)
+        if run_dir is not None:
+            problem = peers.gather_text(problem, "opening the run's folder")[0]
+        if problem:
+            raise ConfigError(problem)
+        return Watch(journal, peers, is_on=run_dir is not None)
 
+    @property
+    def cluster(self) -> Cluster | None:
+        """The links between the workers; None where nobody measured them."""
+        return self._cluster
+
+    @cluster.setter
     def cluster(self, cluster: Cluster | None) -> None:
+        self._cluster = cluster
         if cluster is not None:
             self._journal.write("cluster", **asdict(cluster))
+
+    def start(self, hosts: Hosts, device: torch.device) -> None:
+        self._journal.write(
+            "start",
+            num_workers=self._peers.num_workers,
+            hosts=hosts.names,
+            workers=hosts.workers,
+            device=device.type,
+            torch=torch.__version__,
+        )
 
     def plan(self, plan: Plan, step: int, why: str) -> None:
         if self._journal.is_open:
@@ -38,14 +75,17 @@ class Watch:
     def end_step(self) -> None:
         self._num_steps += 1
         if self._journal.is_open and time.monotonic() - self._written >= _LINE_SECONDS:
-            self._write_steps()
+            self.write_steps()
 
-    def close(self) -> None:
-        self._write_steps()
-        self._journal.close()
-
-    def _write_steps(self) -> None:
+    def write_steps(self) -> None:
+        """A line for the steps since the last one."""
+        if not self._journal.is_open:
+            return
         mean = self._ledger.mean(self._num_steps) if self._num_steps else None
         if mean is not None:
             self._journal.write("steps", number=self._num_steps, mean=asdict(mean))
         self._num_steps, self._written = 0, time.monotonic()
+
+    def close(self) -> None:
+        self.write_steps()
+        self._journal.close()

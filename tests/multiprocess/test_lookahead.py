@@ -27,7 +27,7 @@ class Script:
     ids: str = "random"
     """Of samples: random, all the same rows, or never those of the batches before and after."""
     marked: tuple[int, ...] = ()
-    """Samples whose words are shifted in forward."""
+    """Samples whose words and tags are shifted in forward."""
     made_inside: bool = False
     accumulate: int = 1
     all_unsynced: bool = False
@@ -72,6 +72,7 @@ class Net(nn.Module):
             words = (words * 5 + 1) % ROWS
         elif self.script.marked:
             words = torch.where(marks[:, None], (words + 1) % ROWS, words)
+            tags = torch.where(marks, (tags + 1) % ROWS, tags)
         found = self.words(words).mean(1) + self.words(windows[:, 1:]).mean(1)
         tagged = found.new_zeros(len(found), 3)
         if self.num_steps >= self.script.second_table_from:

@@ -85,6 +85,14 @@ def test_a_write_that_fails_keeps_the_old_file(
     assert len(found.links) == 2
 
 
+def test_the_slowest_of_all_is_told(environ: dict[str, str]) -> None:
+    assert measured.slowest(HOSTS, environ) is None
+    measured.write(HOSTS, {("node1", "node2"): "no connection"}, environ)
+    assert measured.slowest(HOSTS, environ) is None
+    measured.write(HOSTS, LINKS, environ)
+    assert measured.slowest(HOSTS, environ) == 2e8
+
+
 @pytest.mark.parametrize(
     "data",
     [

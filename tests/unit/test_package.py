@@ -14,8 +14,8 @@ import parallax
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
     "variables errors text config init nn cluster hosts beacon analysis cost ledger forecast plan "
-    "planner journal watch table gradient shard exchange sparse recipe foresight dense backward "
-    "clip guard optim ownership placement data checkpoint progress session"
+    "planner journal table gradient shard exchange watch sparse replan recipe foresight dense "
+    "backward clip guard optim ownership placement data checkpoint progress session"
 ).split()
 
 

@@ -13,7 +13,7 @@ from parallax.errors import ConfigError, UnsupportedError
 from parallax.ledger import Entry, Record
 from parallax.optim import updater_of
 from parallax.plan import Plan, Route
-from parallax.planner import make_plan
+from parallax.planner import better_route, make_plan
 from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
 
 
@@ -103,6 +103,19 @@ def test_bytes_follow_the_formulas() -> None:
     assert Plan.from_json(seen.to_json()) == seen
     again = seen.routed("table.weight", Route.ALL_REDUCE, "used whole")["table.weight"]
     assert again.bytes_per_step == again.predicted_bytes == cost.allreduce_bytes(40 * 6 * 4, 4)
+
+
+def test_nearly_dense_and_tiny_tables_are_better_whole() -> None:
+    line = plan_of(Lookup("embedding"))["table.weight"]  # 40 rows of 24 bytes
+    assert better_route(line, 36, 4) is not None
+    route, why = better_route(line, 39, 4) or (None, "")
+    assert route is Route.ALL_REDUCE
+    assert "a step touches 39 of 40 rows" in why
+    assert better_route(line, 28, 4) is None
+    whole = plan_of(Lookup("embedding"), routes={"*": "all-reduce"})["table.weight"]
+    assert better_route(whole, 39, 4) is None
+    assert better_route(whole, 30, 4) is None  # not back at once
+    assert (better_route(whole, 20, 4) or (None,))[0] is Route.SHARDED
 
 
 def test_hints_say_what_lazy_would_save() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallax.shard import Merge, RowMap, merged, regrouped
+from parallax.exchange.request import Request
+from parallax.shard import Merge, RowMap, laid_out, merged, regrouped
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 12, 13])
@@ -30,6 +31,37 @@ def test_sorted_slots_lie_by_owner() -> None:
     assert row_map.counts(slots) == [3, 1, 1]
     assert row_map.counts(slots[:0]) == [0, 0, 0]
     assert row_map.counts(row_map.slots(torch.arange(10)).sort().values) == [4, 3, 3]
+
+
+def test_several_tables_are_laid_out_as_each_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    maps = [RowMap(num_rows, 3) for num_rows in (10, 1, 7, 50)]
+    slots = [
+        m.slots(torch.randint(m.num_rows, (size,), generator=generator)).unique()
+        for m, size in zip(maps, (4, 1, 0, 40), strict=True)
+    ]
+    for chosen in (slice(0, 4), slice(1, 3), slice(2, 3)):
+        counts, places = laid_out(maps[chosen], slots[chosen])
+        each = list(zip(maps[chosen], slots[chosen], strict=True))
+        assert counts.tolist() == [m.counts(s) for m, s in each]
+        assert places.tolist() == torch.cat([m.places(s) for m, s in each]).tolist()
+
+
+def test_requests_of_several_tables_are_those_of_each() -> None:
+    generator = torch.Generator().manual_seed(0)
+    maps = [RowMap(num_rows, 3) for num_rows in (10, 1, 7, 50)]
+    ids = [
+        torch.randint(m.num_rows, (size,), generator=generator)
+        for m, size in zip(maps, (4, 3, 0, 40), strict=True)
+    ]
+    together = Request.of_all(ids, maps)
+    assert together is not None
+    for one, each, row_map in zip(together, ids, maps, strict=True):
+        alone = Request.of(each, row_map, wraps=False, device=each.device)
+        assert one.slots.tolist() == alone.slots.tolist()
+        assert one.places.tolist() == alone.places.tolist()
+    for bad in (torch.tensor([7]), torch.tensor([-1]), torch.tensor([0.5])):
+        assert Request.of_all([ids[0], bad], [maps[0], maps[2]]) is None
 
 
 def test_the_head_of_a_vocabulary_is_spread() -> None:

@@ -30,8 +30,9 @@ from parallax.exchange.collective import row_bytes
 from parallax.exchange.courier import Courier
 from parallax.exchange.header import NO_FAULT, Layout, Verb, grown
 from parallax.exchange.peers import Lane, Peers
+from parallax.exchange.request import Guess
 from parallax.exchange.shipment import Shipment, families
-from parallax.shard import RowMap, regrouped
+from parallax.shard import RowMap, laid_out, regrouped
 
 
 class Stock(Protocol):
@@ -57,6 +58,8 @@ class Want:
     """The owner's, as they are now: the table may have become whole when they are needed."""
     is_known: bool = True
     """Whether this worker can tell."""
+    guess: Guess | None = None
+    """What is known of the lookup itself."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Demand:
     """Those that workers want from here."""
     rows: Tensor
     """The owner's, as they were when this began."""
+    guess: Guess | None
 
     @property
     def shard(self) -> Tensor:
@@ -147,10 +151,9 @@ class Ahead:
     # Ids ----------------------------------------------------------------------------------
 
     def _send_ids(self) -> None:
-        maps = [want.stock.row_map for want in self._wants]
-        slots = [want.slots for want in self._wants]
-        self._counts = torch.tensor([m.counts(s) for m, s in zip(maps, slots, strict=True)])
-        places = torch.cat([m.places(s) for m, s in zip(maps, slots, strict=True)])
+        self._counts, places = laid_out(
+            [want.stock.row_map for want in self._wants], [want.slots for want in self._wants]
+        )
         order = regrouped(self._counts.t()).to(places.device)
         self._ids = places.to(torch.int32)[order]
         where = (Verb.LOOKUP, self._number, len(self._wants), self._peers.step)
@@ -196,7 +199,7 @@ class Ahead:
         pieces = places.split_with_sizes(asked.sum(1).tolist())
         known = [i for i, is_unknown in enumerate(unknown) if not is_unknown]
         self._demands = [
-            Demand(want.stock, want.slots, pieces[i], want.rows)
+            Demand(want.stock, want.slots, pieces[i], want.rows, want.guess)
             for i, want in enumerate(self._wants)
             if i in known
         ]

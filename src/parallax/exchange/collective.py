@@ -19,7 +19,7 @@ from parallax import cost
 from parallax.exchange.header import Fault, Operation
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Shipment, families
-from parallax.shard import Merge, RowMap, regrouped
+from parallax.shard import Merge, RowMap, laid_out, regrouped
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,9 @@ def announce_push(
 
     Every worker gives the same tables in the same order, with the rows that it has itself.
     """
-    counts = torch.tensor([p.row_map.counts(p.slots) for p in parcels], dtype=torch.int64)
-    counts = counts.reshape(len(parcels), peers.num_workers)
-    ids = None
+    ids, counts = None, torch.empty((0, peers.num_workers), dtype=torch.int64)
     if parcels:
-        places = torch.cat([p.row_map.places(p.slots) for p in parcels])
+        counts, places = laid_out([p.row_map for p in parcels], [p.slots for p in parcels])
         ids = places[regrouped(counts.t()).to(places.device)]
     told = peers.announce(operation, counts.t().tolist(), ids=ids, flags=flags)
     received = torch.tensor(told.counts, dtype=torch.int64).t()

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from parallax.cost import Link
+from parallax.cost import Cluster, Link
 from parallax.exchange.peers import Peers
 from parallax.hosts import Hosts
 
@@ -21,25 +21,43 @@ _NUM_SMALL = 11
 _WHERE = "measuring the links"
 
 
-def measure(peers: Peers, hosts: Hosts, device: torch.device) -> tuple[Link | None, Link | None]:
-    """Between hosts and within one; None where there is no such link. Collective."""
-    ring = [ranks[0] for ranks in hosts.workers]
-    after = ring[(hosts.index + 1) % len(ring)], ring[hosts.index - 1]
+def measure(
+    peers: Peers, hosts: Hosts, device: torch.device, known_rate: float | None
+) -> Cluster | None:
+    """The workers' cluster; None for one worker. Collective.
+
+    If worker 0 knows the rate between hosts, only the latency is measured there.
+    """
     between = within = None
     if len(hosts) > 1:
-        between = _measure(peers, device, after if hosts.local_rank == 0 else None)
-    if max(len(ranks) for ranks in hosts.workers) > 1:
+        ring = [ranks[0] for ranks in hosts.workers]
+        others = ring[(hosts.index + 1) % len(ring)], ring[hosts.index - 1]
+        told = torch.tensor([known_rate or 0.0], dtype=torch.float64)
+        rate = float(peers.broadcast(told, _WHERE)) or None
+        between = _measure(peers, device, others if hosts.local_rank == 0 else None, rate)
+    most = max(len(ranks) for ranks in hosts.workers)
+    if most > 1:
         local, place = hosts.workers[hosts.index], hosts.local_rank
         others = local[(place + 1) % len(local)], local[place - 1]
         within = _measure(peers, device, others if len(local) > 1 else None)
-    return between, within
+    some = between or within
+    if some is None:
+        return None
+    return Cluster(len(hosts), most, between or some, within or some)
 
 
-def _measure(peers: Peers, device: torch.device, others: tuple[int, int] | None) -> Link:
+def _measure(
+    peers: Peers,
+    device: torch.device,
+    others: tuple[int, int] | None,
+    known_rate: float | None = None,
+) -> Link:
     """`others`: whom this worker sends to, and whom it hears; None if it only waits."""
     small = [_timed(peers, device, 8, others) for _ in range(_NUM_SMALL)]
     # The slowest worker's, so that all go on alike.
     latency, size_bytes, start = _slowest(peers, median(small)), _FIRST_BYTES, time.monotonic()
+    if known_rate is not None:
+        return Link(known_rate, latency)
     while True:
         seconds = _slowest(peers, _timed(peers, device, size_bytes, others))
         spent = _slowest(peers, time.monotonic() - start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,56 @@ class Request:
         return Request(slots, places)
 
     @staticmethod
+    def of_all(ids: Sequence[Tensor], maps: Sequence[RowMap]) -> list[Request] | None:
+        """Of several tables at once; None if something is wrong with some of them."""
+        sizes = torch.tensor([len(each) for each in ids])
+        joined = torch.cat(list(ids))
+        if joined.dtype not in (torch.int64, torch.int32, torch.int16):
+            return None
+        joined = joined.long()
+        num_workers = maps[0].num_workers
+        told = torch.tensor([[m.num_rows, m.span] for m in maps])
+        begins = (told[:, 1] * num_workers).cumsum(0) - told[:, 1] * num_workers
+        facts = torch.repeat_interleave(torch.column_stack([told, begins]), sizes, 0)
+        limits, spans, starts = facts.to(joined.device).unbind(1)
+        if bool(((joined < 0) | (joined >= limits)).any()):
+            return None
+        places = torch.div(joined, num_workers, rounding_mode="floor")
+        keys, inverse = torch.unique(
+            joined % num_workers * spans + places + starts, return_inverse=True
+        )
+        edges = torch.searchsorted(keys, begins.to(keys.device)).tolist()
+        pieces = inverse.split_with_sizes(sizes.tolist())
+        return [
+            Request(keys[low:high] - begin, piece - low)
+            for low, high, begin, piece in zip(
+                edges, [*edges[1:], len(keys)], begins.tolist(), pieces, strict=True
+            )
+        ]
+
+    @staticmethod
     def failed(fault: tuple[Fault, int], device: torch.device) -> Request:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return Request(nothing, nothing, fault)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The ids that a table's only lookup of a batch will have, and what it then asks for."""
+
+    ids: Tensor
+    """Flat."""
+    request: Request
+
+    def answer(self, ids: object) -> Request | None:
+        """What these ids ask for, if they are the ones."""
+        if not isinstance(ids, Tensor) or ids.dtype != self.ids.dtype:
+            return None
+        if ids.device != self.ids.device or ids.numel() != len(self.ids):
+            return None
+        if not torch.equal(ids.reshape(-1), self.ids):
+            return None
+        return Request(self.request.slots, self.request.places.reshape(ids.shape))
 
 
 class LastRequest:

@@ -217,6 +217,7 @@ def _connection(job: Job, index: int) -> Connection:
         devices=host.devices,
         resume=job.resume,
         columns=job.columns,
+        link_rate=job.link_rate,
         start_seconds=job.start_seconds,
     )
     return Connection(host, spec, job.ssh_config, has_name=not job.is_local)

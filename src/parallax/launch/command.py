@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from parallax.errors import ConfigError, ParallaxError
 from parallax.launch import launcher, outlook
+from parallax.launch.check import measured
 from parallax.launch.check.survey import Way, check
 from parallax.launch.hosts import Host, read_hosts, workers_of
 from parallax.launch.job import Job, Kind, Program
@@ -309,6 +310,7 @@ def _job(options: argparse.Namespace, script: _Script) -> Job:
         interface=options.interface,
         port=options.port,
         ssh_config=options.ssh_config,
+        link_rate=None if is_local else measured.slowest(hosts, os.environ),
         columns=_columns("" if is_local else max((h.name for h in hosts), key=len)),
         is_local=is_local,
     )

@@ -46,6 +46,8 @@ class Job:
     """In which every host must be ready, and then all must meet."""
     columns: int | None = None
     """The width that is left for a worker's lines."""
+    link_rate: float | None = None
+    """Bytes a second of the slowest link between the hosts, if it is known."""
     is_local: bool = False
     """Whether no hosts were named: then none are mentioned either."""
 
@@ -66,6 +68,7 @@ class HostSpec:
     devices: tuple[str, ...] = ()
     resume: str | None = None
     columns: int | None = None
+    link_rate: float | None = None
     port: int = 0
     """To see whether it is free, where that is asked for."""
     start_seconds: float = 60.0

@@ -84,6 +84,17 @@ def read(hosts: Sequence[Host], environ: Mapping[str, str]) -> Measured | None:
         return None
 
 
+def slowest(hosts: Sequence[Host], environ: Mapping[str, str]) -> float | None:
+    """Bytes a second of the slowest link that was kept for these hosts."""
+    found = read(hosts, environ)
+    if found is None or not found.links:
+        return None
+    return min(
+        min(link.send_bytes_per_second, link.receive_bytes_per_second)
+        for link in found.links.values()
+    )
+
+
 def path_of(hosts: Sequence[Host], environ: Mapping[str, str]) -> str:
     """The file for these hosts: one for each set of names and addresses."""
     cache = environ.get("XDG_CACHE_HOME", "")

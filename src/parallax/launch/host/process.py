@@ -228,6 +228,8 @@ def _environ(spec: HostSpec, own_address: str, num_hosts: int) -> dict[str, str]
         environ.setdefault("COLUMNS", str(spec.columns))
     if spec.resume is not None:
         environ[variables.RESUME] = os.path.abspath(spec.resume)  # in the host's own directory
+    if spec.link_rate is not None:
+        environ[variables.LINK_RATE] = repr(spec.link_rate)
     if spec.devices:
         environ[DEVICES] = ",".join(spec.devices)
     _choose_interface(environ, spec, own_address, num_hosts)

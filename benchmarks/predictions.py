@@ -1,0 +1,81 @@
+"""What a run's own forecast says of its steps, beside what they took.
+
+    python -m benchmarks predict
+
+Parallax alone, on hosts whose links have their rate before the workers measure them. The last lines
+of a run's folder are those of a job that is killed, as any may be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from benchmarks.contest import FIRST_PORT, set_links
+from benchmarks.crew import Crew
+from benchmarks.engines import ENGINES, OURS
+from benchmarks.testbed import Testbed
+from parallax.launch.outlook import Run
+
+WORKLOADS, HOSTS, RATE = ("lm", "nmt", "dlrm", "resnet"), (2, 4, 8), "200mbit"
+_WARM_UP_STEPS, _NUM_STEPS = 6, 40
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A setting's step and bytes, as foretold and as seen."""
+
+    workload: str
+    num_hosts: int
+    predicted_seconds: float
+    seconds: float
+    predicted_bytes: float
+    seen_bytes: float
+
+
+def predict(workload: str, num_hosts: int) -> Prediction:
+    with tempfile.TemporaryDirectory() as folder, Testbed(num_hosts, ssh="off") as bed:
+        set_links(bed, RATE)
+        engine = replace(ENGINES[OURS], options={"run_dir": folder})
+        about = {"workload": workload, "is_emulated": True}
+        with Crew(bed, engine, about) as crew:
+            crew.start(FIRST_PORT)
+            crew.take_turn(_WARM_UP_STEPS)
+            crew.take_turn(_NUM_STEPS)
+        run = Run.of(folder)
+    assert run.mean is not None
+    seen = run.plan.observed(run.mean, run.cluster)
+    assert seen.predicted_seconds is not None
+    assert seen.seconds_per_step is not None
+    lines = [line for line in seen.parameters if line.bytes_per_step is not None]
+    return Prediction(
+        workload,
+        num_hosts,
+        seen.predicted_seconds,
+        seen.seconds_per_step,
+        sum(line.predicted_bytes or 0.0 for line in lines),
+        sum(line.bytes_per_step or 0.0 for line in lines),
+    )
+
+
+def predict_all(progress: Callable[[str], None]) -> list[Prediction]:
+    found = []
+    for workload, num_hosts in itertools.product(WORKLOADS, HOSTS):
+        progress(f"{workload} on {num_hosts} hosts")
+        found.append(predict(workload, num_hosts))
+    return found
+
+
+def table(predictions: list[Prediction]) -> str:
+    lines = ["| | hosts | step | predicted | | bytes sent | predicted | |", "|---|" + "---:|" * 7]
+    for each in predictions:
+        lines.append(
+            f"| `{each.workload}` | {each.num_hosts} | {1e3 * each.seconds:.1f} ms "
+            f"| {1e3 * each.predicted_seconds:.1f} ms "
+            f"| {each.predicted_seconds / each.seconds - 1:+.0%} "
+            f"| {each.seen_bytes / 1e6:.2f} MB | {each.predicted_bytes / 1e6:.2f} MB "
+            f"| {each.predicted_bytes / each.seen_bytes - 1:+.1%} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Tables move to the route that moves fewer bytes, as the steps show what they touch.
+
+Every worker hears the same counts and decides alike. A table that is nearly dense, or tiny, becomes
+an ordinary parameter; one that was and is touched less becomes a table again. Rows and the
+optimizer's state move with it between two steps, so the result stays exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from parallax.exchange.peers import Peers
+from parallax.plan import Plan, Route
+from parallax.planner import better_route
+from parallax.sparse import TableRows
+
+_FIRST_STEPS, _MAX_STEPS = 5, 100
+"""Looked at after the first few steps, then after four times as many, at last every hundred."""
+
+
+class Replanner:
+    """Looks at the tables that may move now and then."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        tables: Mapping[str, TableRows],
+        plan: Callable[[], Plan],
+        move: Callable[[TableRows, Route, str], None],
+    ) -> None:
+        self._peers = peers
+        self._tables = tables
+        """Those that may move."""
+        self._plan = plan
+        self._move = move
+        self._num_steps = 0
+        self._next = _FIRST_STEPS
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._growth: dict[str, float] = {}
+
+    def end_step(self) -> None:
+        """All optimizers have stepped, on all workers."""
+        self._num_steps += 1
+        if not self._tables or self._peers.num_workers == 1 or self._num_steps < self._next:
+            return
+        steps, self._num_steps = self._num_steps, 0
+        self._next = min(4 * self._next, _MAX_STEPS)
+        for name, rows in self._touched(steps).items():
+            better = better_route(self._plan()[name], rows, self._peers.num_workers)
+            if better is not None:
+                self._move(self._tables[name], *better)
+
+    def _touched(self, num_steps: int) -> dict[str, float]:
+        """Rows that a worker touches a step, on average, of the tables of which it is known."""
+        counts = [self._counts(table) for table in self._tables.values()]
+        mine = torch.tensor(counts, dtype=torch.float64)
+        where = f"looking at what steps touch in step {self._peers.step}"
+        told = torch.stack(self._peers.gather(mine, where))
+        found = {}
+        for i, (name, table) in enumerate(self._tables.items()):
+            rows, updated = told[:, i].mean(0).tolist()
+            if table.shard is None:
+                found[name] = updated / self._peers.num_workers ** self._growth.get(name, 1.0)
+            elif rows:
+                found[name] = rows / num_steps
+                self._growth[name] = self._grown(rows, updated)
+        return {name: rows for name, rows in found.items() if math.isfinite(rows)}
+
+    def _grown(self, rows: float, updated: float) -> float:
+        """What one owner updates tells what all workers touch together."""
+        workers = self._peers.num_workers
+        return math.log(max(updated * workers / rows, 1.0)) / math.log(workers)
+
+    def _counts(self, table: TableRows) -> tuple[float, float]:
+        """Rows touched here since the last time, and updated here; of one that is whole, the rows
+        with a gradient in the last step."""
+        if table.shard is None:
+            return 0.0, _rows_with_gradient(table.parameter.grad)
+        total = self._peers.ledger.totals.get(table.name)
+        now = (0.0, 0.0) if total is None else (total.rows, total.updated_rows)
+        before = self._seen.get(table.name, (0.0, 0.0))
+        self._seen[table.name] = now
+        return now[0] - before[0], now[1] - before[1]
+
+
+def _rows_with_gradient(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return math.nan
+    return float((gradient.reshape(len(gradient), -1) != 0).any(1).sum())
