@@ -17,8 +17,8 @@ NUM_MACHINES, GPUS = (1, 2, 4, 8), 6
 CLUSTER = Cluster(
     num_hosts=8,
     workers_per_host=GPUS,
-    between=Link(0.75e9, 1e-4),
-    within=Link(3.0e9, 1e-5),
+    between=Link(0.85e9, 1e-4),
+    within=Link(4.0e9, 1e-5),
 )
 """As the hybrid's LM at eight machines and at one tells."""
 

@@ -33,6 +33,9 @@ ID_BYTES = 4
 """An id travels as its place in the owner's shard, 32 bits."""
 SPARSE_ID_BYTES = 8
 """Of a row in a sparse tensor of torch."""
+DIRECT_BYTES = 1 << 20
+"""Up to here gloo's ring is slower than two turns: measured with 4 and 8 hosts, see
+docs/decisions.md."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,11 @@ def sharded_bytes(rows: float, row_bytes: float, num_workers: int) -> float:
 
 def all_reduced(size_bytes: float, cluster: Cluster) -> Traffic:
     """A gradient of which each worker has a copy."""
-    sent = allreduce_bytes(size_bytes, cluster.num_workers)
-    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, 2 * (cluster.num_workers - 1))
+    sent, others = allreduce_bytes(size_bytes, cluster.num_workers), cluster.num_workers - 1
+    if not sent:
+        return Traffic()
+    turns = 2 * others if size_bytes > DIRECT_BYTES else 2
+    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, turns)
 
 
 def sharded(

@@ -1,12 +1,14 @@
 """(what a step touches and computes, cluster, architecture) → its time. Pure functions.
 
-Some traffic goes beside the compute and is seen only where it takes longer: all-reduces beside the
-backward, rows that come early beside everything. The rest is waited for: late rows before the
-forward, row gradients after the backward. So a step takes
+Links carry one thing after the other, so no step is shorter than all its traffic. What of it is
+seen beyond the compute depends on when it can begin:
 
-    max(compute, hidden) + exposed + turns · latency
+    rows that come early       beside everything; seen only as a part of all traffic
+    late rows, row gradients   waited for
+    dense gradients            beside the backward, once the first bucket is full; the last bucket,
+                               which the last gradient completes, is waited for
 
-with the wire's seconds of both kinds of traffic.
+A step takes max(all traffic, compute + what is waited for) + turns · latency.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ from typing import Protocol
 from parallax import cost
 from parallax.cost import Cluster, Touched, Traffic
 from parallax.ledger import Entry, Record
+
+_FIRST_BUCKET_BYTES = 1 << 20
+"""Torch's reducer begins with a small one."""
+_BACKWARD_SHARE = 2 / 3
+"""Of the compute: a backward multiplies twice where a forward does once."""
 
 
 class Architecture(str, enum.Enum):
@@ -55,45 +62,59 @@ class Work:
     """Without any waiting."""
     samples: float
     """Of a worker, in whatever the throughput is told in."""
+    bucket_bytes: float = 25e6
+    """Dense gradients that are all-reduced together."""
+
+    @property
+    def last_share(self) -> float:
+        """Of the dense gradients: what is in their last bucket."""
+        rest = self.dense_bytes - _FIRST_BUCKET_BYTES
+        last = self.dense_bytes if rest <= 0 else rest % self.bucket_bytes or self.bucket_bytes
+        return last / self.dense_bytes if self.dense_bytes else 0.0
+
+    @property
+    def window_seconds(self) -> float:
+        """Of the backward: what is left when the first bucket is full."""
+        first_share = min(1.0, _FIRST_BUCKET_BYTES / self.dense_bytes) if self.dense_bytes else 1.0
+        return _BACKWARD_SHARE * self.compute_seconds * (1 - first_share)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """A step as it should be."""
 
-    hidden: Traffic
-    exposed: Traffic
+    traffic: Traffic
     seconds: float
     throughput: float
     """Samples a second of all workers."""
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.hidden + self.exposed
 
 
 def forecast(
     work: Work, cluster: Cluster, architecture: Architecture, *, merges: bool = True
 ) -> Forecast:
     """`merges`: rows cross a host's link once for all its workers."""
-    exposed = Traffic()
-    if architecture is Architecture.SHARDED:
-        hidden = cost.served(work.dense_bytes, cluster, merges=merges)
-    else:
-        hidden = cost.all_reduced(work.dense_bytes, cluster)
+    early, waited, whole_bytes = Traffic(), Traffic(), work.dense_bytes
     for table in work.tables:
-        hides, shows = _table(table, cluster, architecture, merges)
-        hidden, exposed = hidden + hides, exposed + shows
-    return _joined(work, cluster, hidden, exposed)
+        if architecture is Architecture.ALL_REDUCE:
+            waited += cost.gathered(table.touched, table.row_bytes, cluster)
+        elif architecture is Architecture.HYBRID and _is_better_whole(table, cluster, merges):
+            whole_bytes += table.size_bytes
+        else:
+            comes_early, rest = _sharded(table, cluster, merges)
+            early, waited = early + comes_early, waited + rest
+    dense = cost.all_reduced(whole_bytes, cluster)
+    if architecture is Architecture.SHARDED:
+        dense = cost.served(whole_bytes, cluster, merges=merges)
+    return _joined(replace(work, dense_bytes=whole_bytes), cluster, dense, early, waited)
 
 
 def planned(work: Work, cluster: Cluster, *, merges: bool = False) -> Forecast:
     """With every table sharded, as the plan has it; what it has whole is dense."""
-    hidden, exposed = cost.all_reduced(work.dense_bytes, cluster), Traffic()
+    early, waited = Traffic(), Traffic()
     for table in work.tables:
-        hides, shows = _sharded(table, cluster, merges)
-        hidden, exposed = hidden + hides, exposed + shows
-    return _joined(work, cluster, hidden, exposed)
+        comes_early, rest = _sharded(table, cluster, merges)
+        early, waited = early + comes_early, waited + rest
+    return _joined(work, cluster, cost.all_reduced(work.dense_bytes, cluster), early, waited)
 
 
 class Line(Protocol):
@@ -109,7 +130,7 @@ class Line(Protocol):
     def row_bytes(self) -> float: ...
 
 
-def work_of(lines: Iterable[Line], mean: Record, num_workers: int) -> Work:
+def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes: float) -> Work:
     """The step that was seen, under a plan with these lines."""
     tables, dense_bytes = [], 0.0
     for line in lines:
@@ -121,7 +142,7 @@ def work_of(lines: Iterable[Line], mean: Record, num_workers: int) -> Work:
             early = entry.early_rows / entry.rows
             tables.append(Table(line.name, line.size_bytes, line.row_bytes, touched, early))
     compute = max(mean.seconds - mean.waiting_seconds, 0.0)
-    return Work(tuple(tables), dense_bytes, compute, mean.samples or 1.0)
+    return Work(tuple(tables), dense_bytes, compute, mean.samples or 1.0, bucket_bytes)
 
 
 def _growth(entry: Entry, num_workers: int) -> float:
@@ -132,40 +153,34 @@ def _growth(entry: Entry, num_workers: int) -> float:
     return min(max(math.log(union / entry.rows) / math.log(num_workers), 0.0), 1.0)
 
 
-def _joined(work: Work, cluster: Cluster, hidden: Traffic, exposed: Traffic) -> Forecast:
+def _joined(
+    work: Work, cluster: Cluster, dense: Traffic, early: Traffic, waited: Traffic
+) -> Forecast:
+    """A step of which some traffic comes early and some is waited for, beside dense gradients."""
     latency = cluster.between if cluster.num_hosts > 1 else cluster.within
-    seconds = (
-        max(work.compute_seconds, hidden.wire_seconds(cluster))
-        + exposed.wire_seconds(cluster)
-        + exposed.turns * latency.latency_seconds
-    )
-    return Forecast(hidden, exposed, seconds, work.samples * cluster.num_workers / seconds)
+    traffic = dense + early + waited
+    dense_seconds = dense.wire_seconds(cluster)
+    beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
+    seen = dense_seconds - beside + waited.wire_seconds(cluster)
+    seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + seen)
+    last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)
+    seconds += max(waited.turns, last.turns) * latency.latency_seconds
+    return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)
 
 
-def _table(
-    table: Table, cluster: Cluster, architecture: Architecture, merges: bool
-) -> tuple[Traffic, Traffic]:
-    """What of a table's traffic is hidden, and what is not."""
-    if architecture is Architecture.ALL_REDUCE:
-        return Traffic(), cost.gathered(table.touched, table.row_bytes, cluster)
-    rows = cost.sharded(table.touched, table.row_bytes, cluster, merges=merges)
+def _is_better_whole(table: Table, cluster: Cluster, merges: bool) -> bool:
+    """Whether it moves less over what limits this cluster: links, or a host's memory."""
     whole = cost.all_reduced(table.size_bytes, cluster)
-    if architecture is Architecture.HYBRID and is_less(whole, rows, cluster):
-        return whole, Traffic()
-    return _sharded(table, cluster, merges)
+    rows = cost.sharded(table.touched, table.row_bytes, cluster, merges=merges)
+    if cluster.num_hosts > 1:
+        return whole.link_bytes < rows.link_bytes
+    return whole.worker_bytes < rows.worker_bytes
 
 
 def _sharded(table: Table, cluster: Cluster, merges: bool) -> tuple[Traffic, Traffic]:
     rows = cost.sharded(table.touched, table.row_bytes, cluster, merges=merges)
     early = table.early_share / 2  # Pulls are one half of it.
     return replace(rows * early, turns=0), rows * (1 - early)
-
-
-def is_less(one: Traffic, other: Traffic, cluster: Cluster) -> bool:
-    """Whether one moves less over what limits this cluster: links, or a host's memory."""
-    if cluster.num_hosts > 1:
-        return one.link_bytes < other.link_bytes
-    return one.worker_bytes < other.worker_bytes
 
 
 def scaling(

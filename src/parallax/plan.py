@@ -53,6 +53,8 @@ class Plan:
 
     num_workers: int
     parameters: tuple[ParameterPlan, ...]
+    bucket_bytes: float = 25e6
+    """Dense gradients that are all-reduced together."""
     seconds_per_step: float | None = None
     """As measured, over the newest steps."""
     predicted_seconds: float | None = None
@@ -82,7 +84,7 @@ class Plan:
                 changes[line.name]["predicted_bytes"] = predicted
         predicted_seconds = None
         if cluster is not None:
-            work = work_of(self.parameters, mean, self.num_workers)
+            work = work_of(self.parameters, mean, self.num_workers, self.bucket_bytes)
             predicted_seconds = planned(work, cluster).seconds
         return replace(
             self._changed(changes),

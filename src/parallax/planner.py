@@ -56,7 +56,7 @@ def make_plan(
             fact.size_bytes,
         )
         parameters.append(priced(line, num_workers))
-    return Plan(num_workers, tuple(parameters))
+    return Plan(num_workers, tuple(parameters), 1e6 * config.bucket_megabytes)
 
 
 def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:

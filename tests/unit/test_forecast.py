@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -16,13 +17,31 @@ CLUSTER = Cluster(2, 1, between=Link(1000.0, 0.01), within=Link(1e6, 0.0))
 TABLE = Table("table", size_bytes=1e6, row_bytes=96, touched=Touched(10))
 
 
-def test_what_is_hidden_counts_only_beyond_the_compute() -> None:
-    dense = Work((), dense_bytes=500, compute_seconds=0.3, samples=8)
-    found = forecast(dense, CLUSTER, Architecture.HYBRID)
-    assert found.seconds == pytest.approx(0.5)  # 2 · 500 / 2 bytes at 1,000 a second
-    assert found.throughput == pytest.approx(2 * 8 / 0.5)
-    slow = Work((), dense_bytes=500, compute_seconds=0.8, samples=8)
-    assert forecast(slow, CLUSTER, Architecture.HYBRID).seconds == pytest.approx(0.8)
+def test_dense_gradients_go_beside_the_backward_but_for_the_last_bucket() -> None:
+    dense_bytes = (1 << 20) + 5e6  # buckets of 1 MB, 4 MB and 1 MB
+    fast = replace(CLUSTER, between=Link(1e7, 0.01))
+    wire = dense_bytes / 1e7  # 2 · S / 2 bytes
+    dense = Work((), dense_bytes, compute_seconds=6.0, samples=8, bucket_bytes=4e6)
+    found = forecast(dense, fast, Architecture.HYBRID)
+    assert found.seconds == pytest.approx(6.0 + 0.1 + 0.02)  # a bucket, and two turns
+    assert found.throughput == pytest.approx(2 * 8 / found.seconds)
+    # What is left of a short backward when the first bucket is full hides as much.
+    short = forecast(replace(dense, compute_seconds=0.3), fast, Architecture.HYBRID)
+    window = 0.2 * (1 - (1 << 20) / dense_bytes)
+    assert short.seconds == pytest.approx(0.3 + wire - window + 0.02)
+
+
+def test_a_single_bucket_is_waited_for() -> None:
+    work = Work((), dense_bytes=500, compute_seconds=0.3, samples=1)
+    assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.5 + 0.02)
+
+
+@pytest.mark.parametrize(("rest", "last"), [(4e6, 4e6), (5e6, 1e6), (1, 1)])
+def test_the_last_bucket(rest: float, last: float) -> None:
+    dense_bytes = (1 << 20) + rest
+    found = Work((), dense_bytes, 0.0, 1.0, bucket_bytes=4e6).last_share
+    assert found == pytest.approx(last / dense_bytes)
+    assert Work((), 0, 0.0, 1.0).last_share == 0
 
 
 def test_rows_are_waited_for_unless_they_come_early() -> None:
@@ -32,6 +51,9 @@ def test_rows_are_waited_for_unless_they_come_early() -> None:
     early = Table("table", 1e6, 96, Touched(10), early_share=0.5)
     work = Work((early,), dense_bytes=0, compute_seconds=0.3, samples=1)
     assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.75 + 0.04)
+    # No step is shorter than what its links carry.
+    work = replace(work, compute_seconds=0.1)
+    assert planned(work, CLUSTER).seconds == pytest.approx(1.0 + 0.04)
 
 
 def test_the_hybrid_takes_what_moves_less() -> None:
@@ -66,7 +88,8 @@ def test_work_is_what_was_seen() -> None:
         line("unused", Route.SHARDED, 7),
         line("frozen", Route.FROZEN, 8),
     ]
-    found = work_of(lines, mean, num_workers=4)
+    found = work_of(lines, mean, num_workers=4, bucket_bytes=4e6)
+    assert found.bucket_bytes == 4e6
     assert found.dense_bytes == 50
     assert found.compute_seconds == pytest.approx(0.4)
     assert found.samples == 32
@@ -95,7 +118,7 @@ def test_the_papers_order_for_nmt_and_resnet() -> None:
 
 
 def test_the_shape_of_the_papers_curve() -> None:
-    """Each machine adds less than the one before; gathering rows gains nothing at all."""
+    """Each machine adds less than the one before; gathering rows gains little after the second."""
     found = paper.forecasts(paper.LM)
     (measured,) = [f for f in paper.LM_FIGURES if f.architecture is Architecture.HYBRID]
     hybrid = [step.throughput / 1e3 for step in found[Architecture.HYBRID]]

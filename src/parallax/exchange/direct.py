@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallax import cost
 from parallax.exchange.courier import Courier
-
-MAX_BYTES = 1 << 20
-"""Up to which it pays: measured with 4 and 8 hosts, see docs/decisions.md."""
 
 
 class DirectSums:
@@ -60,4 +58,4 @@ class DirectSums:
 
 def is_small(values: Tensor) -> bool:
     """Whether this tensor is better summed directly. See [Note: direct]."""
-    return values.nbytes <= MAX_BYTES
+    return values.nbytes <= cost.DIRECT_BYTES

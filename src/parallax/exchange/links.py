@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -12,12 +14,13 @@ from parallax.cost import Cluster, Link
 from parallax.exchange.peers import Peers
 from parallax.hosts import Hosts
 
-_SECONDS = 0.1
+_SECONDS = 0.15
 """A message that takes as long tells the rate; shorter ones are mostly latency."""
 _MAX_SECONDS = 1.0
 """For the messages of a link altogether; with both kinds of links it is two."""
 _FIRST_BYTES, _MAX_BYTES = 64 << 10, 256 << 20
 _NUM_SMALL = 11
+_MIN_MESSAGES, _MAX_MESSAGES = 5, 20
 _WHERE = "measuring the links"
 
 
@@ -30,16 +33,13 @@ def measure(
     """
     between = within = None
     if len(hosts) > 1:
-        ring = [ranks[0] for ranks in hosts.workers]
-        others = ring[(hosts.index + 1) % len(ring)], ring[hosts.index - 1]
         told = torch.tensor([known_rate or 0.0], dtype=torch.float64)
         rate = float(peers.broadcast(told, _WHERE)) or None
-        between = _measure(peers, device, others if hosts.local_rank == 0 else None, rate)
+        firsts = [ranks[0] for ranks in hosts.workers]
+        between = _measure(peers, device, firsts, rate)
     most = max(len(ranks) for ranks in hosts.workers)
     if most > 1:
-        local, place = hosts.workers[hosts.index], hosts.local_rank
-        others = local[(place + 1) % len(local)], local[place - 1]
-        within = _measure(peers, device, others if len(local) > 1 else None)
+        within = _measure(peers, device, hosts.workers[hosts.index])
     some = between or within
     if some is None:
         return None
@@ -47,32 +47,43 @@ def measure(
 
 
 def _measure(
-    peers: Peers,
-    device: torch.device,
-    others: tuple[int, int] | None,
-    known_rate: float | None = None,
+    peers: Peers, device: torch.device, ranks: Sequence[int], known_rate: float | None = None
 ) -> Link:
-    """`others`: whom this worker sends to, and whom it hears; None if it only waits."""
+    """Every second of these workers sends to the one after it: a rate is that of one way."""
+    others: tuple[int | None, int | None] = (None, None)
+    if peers.rank in ranks:
+        place = ranks.index(peers.rank)
+        near = ranks[place ^ 1] if place ^ 1 < len(ranks) else None
+        others = (None, near) if place % 2 else (near, None)
     small = [_timed(peers, device, 8, others) for _ in range(_NUM_SMALL)]
     # The slowest worker's, so that all go on alike.
     latency, size_bytes, start = _slowest(peers, median(small)), _FIRST_BYTES, time.monotonic()
     if known_rate is not None:
         return Link(known_rate, latency)
-    while True:
+    fastest = math.inf
+    for number in range(_MAX_MESSAGES):
         seconds = _slowest(peers, _timed(peers, device, size_bytes, others))
         spent = _slowest(peers, time.monotonic() - start)
-        # The next one takes four times as long.
-        if seconds >= _SECONDS or 4 * seconds + spent > _MAX_SECONDS or size_bytes >= _MAX_BYTES:
-            return Link(size_bytes / max(seconds - latency, 1e-9), latency)
-        size_bytes *= 4
+        fastest = min(fastest, seconds)
+        is_long = seconds >= _SECONDS or size_bytes >= _MAX_BYTES
+        # The first messages of a connection are slow, so a long one is sent again.
+        following = seconds if is_long else 4 * seconds
+        if following + spent > _MAX_SECONDS or (is_long and number >= _MIN_MESSAGES):
+            break
+        if not is_long:
+            size_bytes, fastest = 4 * size_bytes, math.inf
+    return Link(size_bytes / max(fastest - latency, 1e-9), latency)
 
 
 def _timed(
-    peers: Peers, device: torch.device, size_bytes: int, others: tuple[int, int] | None
+    peers: Peers, device: torch.device, size_bytes: int, others: tuple[int | None, int | None]
 ) -> float:
+    """`others`: whom this worker sends to, and whom it hears."""
     sent, received = [0] * peers.num_workers, [0] * peers.num_workers
-    if others is not None:
-        sent[others[0]], received[others[1]] = size_bytes, size_bytes
+    if others[0] is not None:
+        sent[others[0]] = size_bytes
+    if others[1] is not None:
+        received[others[1]] = size_bytes
     values = torch.empty(sum(sent), dtype=torch.uint8, device=device)
     start = time.perf_counter()
     with peers.waiting(_WHERE):

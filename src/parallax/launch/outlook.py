@@ -47,7 +47,8 @@ class Run:
     def work(self) -> Work:
         if self.mean is None:
             raise ConfigError("the run has written no steps yet, so there is nothing to go by")
-        return work_of(self.plan.parameters, self.mean, self.plan.num_workers)
+        plan = self.plan
+        return work_of(plan.parameters, self.mean, plan.num_workers, plan.bucket_bytes)
 
 
 def described(run: Run) -> list[str]:
