@@ -27,6 +27,7 @@ A turn is a message that must have come before the next one is sent. A route tak
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ID_BYTES = 4
@@ -62,6 +63,11 @@ class Cluster:
     def num_workers(self) -> int:
         return self.num_hosts * self.workers_per_host
 
+    @property
+    def latency_seconds(self) -> float:
+        """Of a turn in which all workers take part."""
+        return (self.between if self.num_hosts > 1 else self.within).latency_seconds
+
 
 @dataclass(frozen=True)
 class Touched:
@@ -70,6 +76,17 @@ class Touched:
     by_worker: float
     growth: float = 1.0
     """n workers touch `by_worker`·n^growth: 0 if all touch the same rows, 1 if none does."""
+
+    @staticmethod
+    def seen(rows: float, updated_rows: float, num_workers: int) -> Touched:
+        """Of what a worker touched and an owner updated.
+
+        Owners are spread evenly: what one updates tells what all workers touch together.
+        """
+        if num_workers == 1 or not rows or not updated_rows:
+            return Touched(rows)
+        growth = math.log(updated_rows * num_workers / rows) / math.log(num_workers)
+        return Touched(rows, min(max(growth, 0.0), 1.0))
 
     def by(self, num_workers: int) -> float:
         return float(self.by_worker * num_workers**self.growth)
@@ -105,8 +122,7 @@ class Traffic:
         )
 
     def seconds(self, cluster: Cluster) -> float:
-        way = cluster.between if cluster.num_hosts > 1 else cluster.within
-        return self.wire_seconds(cluster) + self.turns * way.latency_seconds
+        return self.wire_seconds(cluster) + self.turns * cluster.latency_seconds
 
 
 # A worker's bytes -------------------------------------------------------------------------

@@ -14,14 +14,13 @@ A step takes max(all traffic, compute + what is waited for) + turns · latency.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from parallax import cost
 from parallax.cost import Cluster, Touched, Traffic
-from parallax.ledger import Entry, Record
+from parallax.ledger import Record
 
 _FIRST_BUCKET_BYTES = 1 << 20
 """Torch's reducer begins with a small one."""
@@ -138,33 +137,24 @@ def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes:
         if line.route == "all-reduce" and entry is not None:
             dense_bytes += line.size_bytes
         elif line.route == "sharded" and entry is not None and entry.rows:
-            touched = Touched(entry.rows, _growth(entry, num_workers))
+            touched = Touched.seen(entry.rows, entry.updated_rows, num_workers)
             early = entry.early_rows / entry.rows
             tables.append(Table(line.name, line.size_bytes, line.row_bytes, touched, early))
     compute = max(mean.seconds - mean.waiting_seconds, 0.0)
     return Work(tuple(tables), dense_bytes, compute, mean.samples or 1.0, bucket_bytes)
 
 
-def _growth(entry: Entry, num_workers: int) -> float:
-    """Owners are spread evenly: what one updates tells what all workers touch together."""
-    if num_workers == 1 or not entry.updated_rows:
-        return 1.0
-    union = entry.updated_rows * num_workers
-    return min(max(math.log(union / entry.rows) / math.log(num_workers), 0.0), 1.0)
-
-
 def _joined(
     work: Work, cluster: Cluster, dense: Traffic, early: Traffic, waited: Traffic
 ) -> Forecast:
     """A step of which some traffic comes early and some is waited for, beside dense gradients."""
-    latency = cluster.between if cluster.num_hosts > 1 else cluster.within
     traffic = dense + early + waited
     dense_seconds = dense.wire_seconds(cluster)
     beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
     seen = dense_seconds - beside + waited.wire_seconds(cluster)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + seen)
     last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)
-    seconds += max(waited.turns, last.turns) * latency.latency_seconds
+    seconds += max(waited.turns, last.turns) * cluster.latency_seconds
     return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)
 
 

@@ -137,11 +137,6 @@ class Ledger:
             for name, entry in self.totals.items()
         }
 
-    def mean_sent_bytes(self) -> dict[str, float]:
-        """Sent bytes a step, by parameter, over all steps."""
-        steps = max(self.num_steps, 1)
-        return {name: entry.sent_bytes / steps for name, entry in self.totals.items()}
-
     def __repr__(self) -> str:
         sent = sum(entry.sent_bytes for entry in self.totals.values())
         return f"Ledger(num_steps={self.num_steps}, sent_bytes={sent:.0f})"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from parallax.cost import Touched
 from parallax.exchange.peers import Peers
 from parallax.plan import Plan, Route
 from parallax.planner import better_route
@@ -67,13 +68,8 @@ class Replanner:
                 found[name] = updated / self._peers.num_workers ** self._growth.get(name, 1.0)
             elif rows:
                 found[name] = rows / num_steps
-                self._growth[name] = self._grown(rows, updated)
+                self._growth[name] = Touched.seen(rows, updated, self._peers.num_workers).growth
         return {name: rows for name, rows in found.items() if math.isfinite(rows)}
-
-    def _grown(self, rows: float, updated: float) -> float:
-        """What one owner updates tells what all workers touch together."""
-        workers = self._peers.num_workers
-        return math.log(max(updated * workers / rows, 1.0)) / math.log(workers)
 
     def _counts(self, table: TableRows) -> tuple[float, float]:
         """Rows touched here since the last time, and updated here; of one that is whole, the rows

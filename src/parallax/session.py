@@ -555,6 +555,7 @@ class Session:
         saves = self.config.checkpoint_dir is not None or self._resume_dir is not None
         schedule = checkpoint.Schedule.of(self.config)
         lines.append(f"checkpoints {schedule}" if saves else "no checkpoints by themselves")
+        lines.append("tables may move" if self.config.replan else "tables stay")
         lines.append("a run's folder" if self.config.run_dir is not None else "no run's folder")
         for name, buffer in self.model.named_buffers():
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")

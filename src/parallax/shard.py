@@ -64,14 +64,19 @@ class RowMap:
         return whole[owner :: self.num_workers].clone(memory_format=torch.contiguous_format)
 
 
+def starts_of(maps: Sequence[RowMap]) -> Tensor:
+    """Where each table's slots begin, as if all tables were one."""
+    sizes = torch.tensor([row_map.span * row_map.num_workers for row_map in maps])
+    return sizes.cumsum(0) - sizes
+
+
 def laid_out(maps: Sequence[RowMap], slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Of several tables' sorted slots: how many each owner has, and their places, by table."""
     joined = torch.cat(list(slots))
     sizes = torch.tensor([len(each) for each in slots])
     spans = torch.tensor([row_map.span for row_map in maps])
     num_workers = maps[0].num_workers
-    # As if all tables were one, whose slots begin where those of the table before end.
-    starts = (spans * num_workers).cumsum(0) - spans * num_workers
+    starts = starts_of(maps)
     bounds = (starts[:, None] + spans[:, None] * torch.arange(num_workers)).flatten()
     keys, span = joined, spans
     if len(maps) > 1:

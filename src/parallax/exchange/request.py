@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallax.exchange.header import Fault
-from parallax.shard import RowMap
+from parallax.shard import RowMap, starts_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Request:
         joined = joined.long()
         num_workers = maps[0].num_workers
         told = torch.tensor([[m.num_rows, m.span] for m in maps])
-        begins = (told[:, 1] * num_workers).cumsum(0) - told[:, 1] * num_workers
+        begins = starts_of(maps)
         facts = torch.repeat_interleave(torch.column_stack([told, begins]), sizes, 0)
         limits, spans, starts = facts.to(joined.device).unbind(1)
         if bool(((joined < 0) | (joined >= limits)).any()):
