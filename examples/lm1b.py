@@ -114,6 +114,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, default=20, help="words of a window")
     add("--steps", type=int, default=300)
     add("--lr", type=float, default=0.03)
+    add("--wire", choices=["float32", "bf16", "int8"], default="float32", help="how rows travel")
     add("--eval-windows", type=int, default=256, help="windows held out for the perplexity")
     add("--out", type=Path, default=Path("runs/lm1b"))
     if parser.parse_args(words).preset:
@@ -130,7 +131,8 @@ def main() -> None:
     model = build(args, len(corpus.words))
     optimizer = torch.optim.Adagrad(model.parameters(), args.lr, initial_accumulator_value=1e-5)
     if args.engine == "parallax":
-        session = parallax.parallelize(model, optimizer, init=start_values(args.width))
+        options = {"init": start_values(args.width), "wire": args.wire}
+        session = parallax.parallelize(model, optimizer, **options)
     else:
         session = Baseline(model, args.engine)
 

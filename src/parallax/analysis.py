@@ -56,10 +56,6 @@ class Facts:
     """The script has registered hooks on its gradient."""
 
     @property
-    def row_bytes(self) -> int:
-        return self.parameter.shape[1:].numel() * self.parameter.element_size()
-
-    @property
     def size_bytes(self) -> int:
         return self.parameter.numel() * self.parameter.element_size()
 

@@ -179,6 +179,8 @@ class Backward:
         for table in tables:
             table.touched = False
         chosen = [i for i, t in enumerate(tables) if t.name in used and not t.used_whole]
+        for i in chosen:
+            push.parcels[i] = tables[i].rounded(push.parcels[i])
         found = complete_push(self._peers, operation, push, chosen)
         for i, parcel in zip(chosen, found, strict=True):
             tables[i].receive(parcel)

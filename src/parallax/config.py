@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from parallax.errors import ConfigError
+from parallax.wire import Wire
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -73,6 +74,12 @@ class Config:
     ledger_steps: int = 1000
     """How many steps the ledger keeps one by one; its totals cover all."""
 
+    wire: str = "float32"
+    """How the float32 rows of tables travel: "float32" as they are; "bf16" in half of the bytes, or
+    "int8" in a quarter, with a scale for each row. Then the result is no longer exactly that of one
+    process. What rounding takes from a row's gradient is added to its next one; each worker keeps
+    it, for the rows that it touches, and so do checkpoints."""
+
     replan: bool = True
     """Move tables to the route that moves fewer bytes, as the steps show what they touch. The
     result is the same. Routes forced above stay."""
@@ -104,6 +111,9 @@ class Config:
                     f"Config.routes[{pattern!r}] is {route!r}; allowed are "
                     + " and ".join(repr(name) for name in ROUTES)
                 )
+        if self.wire not in list(Wire):
+            allowed = ", ".join(repr(wire.value) for wire in Wire)
+            raise ConfigError(f"Config.wire is {self.wire!r}; allowed are {allowed}")
         if isinstance(self.lazy, str):
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
         if self.interface is not None and not (isinstance(self.interface, str) and self.interface):

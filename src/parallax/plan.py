@@ -40,6 +40,7 @@ class ParameterPlan:
     route: Route
     why: str
     row_bytes: int
+    """Of a row of a table as it travels."""
     size_bytes: int
     bytes_per_step: float | None = None
     """Sent by a worker in a step on average; None until rows have been counted."""

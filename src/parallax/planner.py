@@ -13,6 +13,7 @@ from parallax.config import Config
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.plan import UNTOUCHED, ParameterPlan, Plan, Route, priced
 from parallax.text import size
+from parallax.wire import Wire, row_bytes
 
 _WHOLE, _BY_ROWS = 1.1, 0.8
 """A whole gradient goes beside the backward and rows are waited for, so it may be a tenth larger.
@@ -52,7 +53,7 @@ def make_plan(
             tuple(fact.parameter.shape),
             route,
             why,
-            fact.row_bytes if fact.parameter.dim() else fact.size_bytes,
+            row_bytes(fact.parameter, Wire(config.wire)),
             fact.size_bytes,
         )
         parameters.append(priced(line, num_workers))

@@ -53,6 +53,7 @@ from parallax.replan import Replanner
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
 from parallax.watch import Watch
+from parallax.wire import Wire
 
 _log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -321,6 +322,7 @@ class Session:
             control_ahead=self._groups.control_ahead,
             board=board,
             detours=detours,
+            wire=Wire(self.config.wire),
         )
         tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
         names = [fact.name for fact in self._facts]
@@ -556,6 +558,7 @@ class Session:
         schedule = checkpoint.Schedule.of(self.config)
         lines.append(f"checkpoints {schedule}" if saves else "no checkpoints by themselves")
         lines.append("tables may move" if self.config.replan else "tables stay")
+        lines.append(f"rows travel as {self.config.wire}")
         lines.append("a run's folder" if self.config.run_dir is not None else "no run's folder")
         for name, buffer in self.model.named_buffers():
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from parallax.exchange.header import Fault, Verb
 from parallax.exchange.peers import Peers
 from parallax.exchange.request import Guess, LastRequest, Request
 from parallax.gradient import RowGradient
+from parallax.residue import Residue
 from parallax.shard import RowMap, merged
 from parallax.table import empty_out, make_plain, make_table, set_data
+from parallax.wire import is_packed, packed, unpacked
 
 
 @dataclass
@@ -76,6 +78,8 @@ class TableRows:
         self._hot: Tensor | None = None
         self._hot_places: list[Tensor] = []
         self._pending: list[tuple[Tensor, Tensor]] = []
+        self.residue: Residue | None = None
+        """What is left of the gradients pushed in fewer bits."""
         self._stand_in: RowGradient | None = None
         self._cache = Cache()
         self._peers = peers
@@ -125,7 +129,7 @@ class TableRows:
         make_plain(parameter)
         self.used_whole, self._has_returned = True, False
         self._hooks.left(self, why, planned)
-        self.shard = None
+        self.shard = self.residue = None
         self._forget_rows()
 
     def become_rows(self) -> None:
@@ -292,6 +296,21 @@ class TableRows:
             slots = torch.empty(0, dtype=torch.int64, device=self.parameter.device)
             values = self._no_rows()
         return Parcel(self.name, self.row_map, slots, values)
+
+    def rounded(self, parcel: Parcel) -> Parcel:
+        """As it travels, with what rounding took from these rows before. See [Note: wire]."""
+        wire, values = self._peers.wire, parcel.values
+        if self._peers.num_workers == 1 or not is_packed(values, wire):
+            return parcel
+        if self.residue is None:
+            self.residue = Residue(self.parameter)
+        ids = self.row_map.ids(parcel.slots)
+        values = values + self.residue.of(ids)
+        sent = packed(values, wire)
+        # What is not finite is told to the owner, not kept.
+        rest = (values - unpacked(sent, values, wire)).nan_to_num_(0.0, 0.0, 0.0)
+        self.residue.keep(ids, rest)
+        return replace(parcel, packed=sent)
 
     def receive(self, parcel: Parcel) -> None:
         """Add what the push brought to what this owner has."""

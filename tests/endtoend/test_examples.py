@@ -91,6 +91,22 @@ def test_language_model_learns_and_writes_its_outputs(
     assert (out / "checkpoint").exists() == (engine == "parallax")
 
 
+def test_language_model_learns_as_well_in_fewer_bits(tmp_path: Path) -> None:
+    """On real text, with the same batches and candidates."""
+    sizes = ["--width", 64, "--hidden", 64, "--samples", 256, "--batch-size", 16, "--steps", 150]
+    found = {
+        wire: run_example("lm1b.py", tmp_path / wire, "--wire", wire, *sizes, "--lr", 0.1)
+        for wire in ("float32", "bf16", "int8")
+    }
+    losses = {wire: mean(result["losses"][-20:]) for wire, result in found.items()}
+    assert losses["float32"] < 0.9 * found["float32"]["losses"][0]
+    moved = {wire: result["bytes_a_step"]["embedding.weight"] for wire, result in found.items()}
+    for wire, part in (("bf16", 0.51), ("int8", 0.28)):  # Ids are a part of it.
+        assert losses[wire] == pytest.approx(losses["float32"], rel=0.01)
+        assert found[wire]["perplexity"] == pytest.approx(found["float32"]["perplexity"], rel=0.05)
+        assert moved[wire] < part * moved["float32"]
+
+
 def test_language_model_trains_on_one_device(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "alone"
     arguments = ["--text", text, "--out", out, "--steps", 5, *SIZES]

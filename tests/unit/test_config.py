@@ -34,6 +34,7 @@ def test_the_first_pattern_wins() -> None:
         ({"routes": {"a": "split"}}, "'split'; allowed are 'all-reduce' and 'sharded'"),
         ({"routes": ["a"]}, "takes a mapping"),
         ({"lazy": "emb"}, "a bool or a list of patterns, not 'emb'"),
+        ({"wire": "fp16"}, "wire is 'fp16'; allowed are 'float32', 'bf16', 'int8'"),
         ({"timeout_seconds": 0}, "must be a positive number, not 0"),
         ({"timeout_seconds": float("nan")}, "must be a positive number"),
         ({"bucket_megabytes": -1}, "must be a positive number, not -1"),

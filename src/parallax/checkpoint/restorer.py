@@ -17,6 +17,7 @@ from parallax.checkpoint.reader import Reader, Saved
 from parallax.checkpoint.together import LOADING, meet, together
 from parallax.errors import CheckpointError
 from parallax.exchange.peers import Peers
+from parallax.residue import Residue
 from parallax.sparse import TableRows
 
 
@@ -46,7 +47,7 @@ def restore(reader: Reader, contents: Contents, peers: Peers) -> Restored:
     """Put a verified checkpoint into the session. Collective."""
     where = _where(reader.path)
     together(peers, where, lambda: _open_fitting(reader, contents))
-    together(peers, where, lambda: _restore(reader, contents, peers.rank))
+    together(peers, where, lambda: _restore(reader, contents, peers.rank, peers.num_workers))
     dense = reader.dense
     return Restored(
         path=reader.path,
@@ -135,12 +136,13 @@ def _grouping(options: dict[str, Any]) -> list[list[str]]:
 
 
 @torch.no_grad()
-def _restore(reader: Reader, contents: Contents, rank: int) -> None:
+def _restore(reader: Reader, contents: Contents, rank: int, num_workers: int) -> None:
     parameters = contents.parameters
     for name, parameter in parameters.items():
-        _restore_parameter(
-            reader.parameter(name), parameter, contents.tables.get(id(parameter)), rank
-        )
+        table = contents.tables.get(id(parameter))
+        _restore_parameter(reader.parameter(name), parameter, table, rank)
+        if table is not None:
+            _restore_residue(reader, name, table, rank, num_workers)
     for name, buffer in contents.buffers.items():
         buffer.copy_(reader.dense["buffers"][name])
     for key, value in reader.dense["extra"].items():
@@ -167,6 +169,21 @@ def _restore_parameter(
     assert table.shard is not None
     saved.copy_part_to(table.shard, table.row_map, rank)
     table.replaced()
+
+
+def _restore_residue(
+    reader: Reader, name: str, table: TableRows, rank: int, num_workers: int
+) -> None:
+    """Each worker takes over what some of those at saving kept; a mean is of fewer or more now."""
+    device, scale = table.parameter.device, num_workers / len(reader.parts)
+    table.residue = None
+    for part in reader.parts[rank::num_workers]:
+        if name not in part.get("residue", {}):  # Rows travelled as they are.
+            continue
+        ids, rows = (each.to(device) for each in part["residue"][name])
+        if table.residue is None:
+            table.residue = Residue(table.parameter)
+        table.residue.keep(ids, table.residue.of(ids) + rows * scale)
 
 
 def _restore_state(

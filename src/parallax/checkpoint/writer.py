@@ -137,9 +137,15 @@ def _all_records(written: list[FileRecord], peers: Peers, where: str) -> dict[st
 
 def _part(contents: Contents) -> dict[str, Any]:
     sharded = {n: p for n, p in contents.parameters.items() if id(p) in contents.tables}
+    tables = {name: contents.tables[id(p)] for name, p in sharded.items()}
     return {
-        "rows": {name: contents.tables[id(p)].shard for name, p in sharded.items()},
+        "rows": {name: table.shard for name, table in tables.items()},
         "state": {name: _state(contents, p, by_row=True) for name, p in sharded.items()},
+        "residue": {
+            name: table.residue.kept()
+            for name, table in tables.items()
+            if table.residue is not None
+        },
         "random": contents.random_then,
     }
 

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from parallax import cost
 from parallax.errors import OutOfStepError
-from parallax.exchange.collective import row_bytes
 from parallax.exchange.courier import Courier
 from parallax.exchange.header import NO_FAULT, Layout, Verb, grown
 from parallax.exchange.peers import Lane, Peers
 from parallax.exchange.request import Guess
 from parallax.exchange.shipment import Shipment, families
 from parallax.shard import RowMap, laid_out, regrouped
+from parallax.wire import packed, row_bytes, unpacked
 
 
 class Stock(Protocol):
@@ -266,10 +266,10 @@ class Ahead:
     def _sent(self, part: Part) -> Shipment:
         places = part.places.split_with_sizes(part.sent.sum(1).tolist())
         rows = [
-            demand.shard.index_select(0, where)
+            packed(demand.shard.index_select(0, where), self._peers.wire)
             for demand, where in zip(self._demands, places, strict=True)
         ]
-        return Shipment(self._peers, rows, part.sent, part.received, Lane.AHEAD)
+        return Shipment(self._peers, rows, part.sent, part.received, Lane.AHEAD, self._families)
 
     def _land(self, part: Part, shipment: Shipment) -> None:
         """Put the rows that come where they belong."""
@@ -278,7 +278,7 @@ class Ahead:
             places = part.destinations - first
             if len(self._buffers) > 1:
                 places = places[(places >= 0) & (places < len(buffer))]
-            buffer.index_copy_(0, places, family.rows)
+            buffer.index_copy_(0, places, unpacked(family.rows, buffer, self._peers.wire))
             first += len(buffer)
 
     def _book(self, seconds: float) -> None:
@@ -288,7 +288,7 @@ class Ahead:
         )
         late = self._late.received.sum(1).tolist()
         for i, demand in enumerate(self._demands):
-            size_bytes = row_bytes(demand.rows)
+            size_bytes = row_bytes(demand.rows, self._peers.wire)
             ledger.add(
                 demand.stock.name,
                 sent_bytes=cost.pull_bytes(wanted[i], served[i], size_bytes),

@@ -20,6 +20,7 @@ from parallax.exchange.header import Fault, Operation
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Shipment, families
 from parallax.shard import Merge, RowMap, laid_out, regrouped
+from parallax.wire import packed, row_bytes, unpacked
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Parcel:
     row_map: RowMap
     slots: Tensor
     values: Tensor
+    packed: Tensor | None = None
+    """The values as they travel, if they are rounded for it."""
 
 
 def pull(
@@ -51,8 +54,9 @@ def pull(
         return served, told.faults
     asked = [count for (count,) in told.counts]
     with peers.ledger.timed(operation.subject), peers.waiting(operation):
-        rows = peers.exchange(served, asked, counts)
-    _book_pull(peers, operation.subject, row_bytes(shard), counts, asked)
+        came = peers.exchange(packed(served, peers.wire), asked, counts)
+    rows = unpacked(came, shard, peers.wire)
+    _book_pull(peers, operation.subject, row_bytes(shard, peers.wire), counts, asked)
     return rows, told.faults
 
 
@@ -95,15 +99,17 @@ def complete_push(
     sent, received = push.sent[list(chosen)], push.received[list(chosen)]
     start = time.perf_counter()
     with peers.waiting(operation):
-        values = [p.values for p in parcels]
-        shipment = Shipment(peers, values, sent, received)
+        groups = families([p.values for p in parcels])
+        values = [p.values if p.packed is None else p.packed for p in parcels]
+        shipment = Shipment(peers, values, sent, received, groups=groups)
         # While the gradients travel.
-        merges = [_Merging.of(push, [chosen[i] for i in members]) for members in families(values)]
+        merges = [_Merging.of(push, [chosen[i] for i in members]) for members in groups]
         arrived = shipment.arrived()
     _book_push(peers, parcels, sent, received, time.perf_counter() - start)
     found: dict[int, Parcel] = {}
     for merging, family in zip(merges, arrived, strict=True):
-        summed = merging.summed(family.rows, 1 / peers.num_workers)
+        rows = unpacked(family.rows, parcels[family.members[0]].values, peers.wire)
+        summed = merging.summed(rows, 1 / peers.num_workers)
         found |= dict(zip(family.members, summed, strict=True))
     for parcel in found.values():
         peers.ledger.add(parcel.name, updated_rows=len(parcel.slots))
@@ -147,10 +153,6 @@ class _Merging:
         ]
 
 
-def row_bytes(rows: Tensor) -> int:
-    return rows.shape[1:].numel() * rows.element_size()
-
-
 def _book_pull(
     peers: Peers, name: str, size_bytes: int, counts: Sequence[int], asked: Sequence[int]
 ) -> None:
@@ -168,7 +170,7 @@ def _book_push(
     peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor, seconds: float
 ) -> None:
     away, here = ((counts.sum(1) - counts[:, peers.rank]).tolist() for counts in (sent, received))
-    sizes = [row_bytes(parcel.values) for parcel in parcels]
+    sizes = [row_bytes(parcel.values, peers.wire) for parcel in parcels]
     moved = [(a + h) * size for a, h, size in zip(away, here, sizes, strict=True)]
     for i, parcel in enumerate(parcels):
         peers.ledger.add(

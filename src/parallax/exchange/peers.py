@@ -31,6 +31,7 @@ from parallax.exchange.header import (
     grown,
 )
 from parallax.ledger import Ledger
+from parallax.wire import Wire
 
 
 class Lane(enum.Enum):
@@ -61,6 +62,7 @@ class Peers:
         control_ahead: dist.ProcessGroup | None = None,
         board: Board | None = None,
         detours: Detours | None = None,
+        wire: Wire = Wire.FLOAT32,
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
@@ -73,6 +75,8 @@ class Peers:
         self._control_ahead = control_ahead
         self._board = board
         self.detours = detours
+        self.wire = wire
+        """How rows travel. See [Note: wire] in wire.py."""
         self._ordinals: dict[tuple[Verb, str], int] = {}
         self._numbers: dict[str, int] = {}
         self._room = FIRST_ROOM

@@ -50,11 +50,13 @@ class Shipment:
         sent: Tensor,
         received: Tensor,
         lane: Lane = Lane.ROWS,
+        groups: Sequence[list[int]] | None = None,
     ) -> None:
+        """`groups`: which tensors are alike, if not those whose rows are."""
         self._peers = peers
         self._tensors = tensors
         self._sent, self._received = sent, received
-        groups = families(tensors)
+        groups = families(tensors) if groups is None else groups
         self._loads = [
             self._load(list(alike), lane)
             for _, alike in itertools.groupby(groups, lambda group: tensors[group[0]].dtype)
