@@ -25,7 +25,7 @@ _WARM_UP_STEPS, _NUM_STEPS = 6, 40
 
 @dataclass(frozen=True)
 class Prediction:
-    """A setting's step and bytes, as foretold and as seen."""
+    """A setting's step and bytes, as foretold and as seen, and what planning takes of the step."""
 
     workload: str
     num_hosts: int
@@ -33,17 +33,18 @@ class Prediction:
     seconds: float
     predicted_bytes: float
     seen_bytes: float
+    planning_seconds: float
 
 
 def predict(workload: str, num_hosts: int) -> Prediction:
     with tempfile.TemporaryDirectory() as folder, Testbed(num_hosts, ssh="off") as bed:
         set_links(bed, RATE)
-        engine = replace(ENGINES[OURS], options={"run_dir": folder})
+        engine = replace(ENGINES[OURS], options={"run_dir": folder, "clocked": True})
         about = {"workload": workload, "is_emulated": True}
         with Crew(bed, engine, about) as crew:
             crew.start(FIRST_PORT)
             crew.take_turn(_WARM_UP_STEPS)
-            crew.take_turn(_NUM_STEPS)
+            turn = crew.take_turn(_NUM_STEPS)
         run = Run.of(folder)
     assert run.mean is not None
     seen = run.plan.observed(run.mean, run.cluster)
@@ -57,6 +58,7 @@ def predict(workload: str, num_hosts: int) -> Prediction:
         seen.seconds_per_step,
         sum(line.predicted_bytes or 0.0 for line in lines),
         sum(line.bytes_per_step or 0.0 for line in lines),
+        turn.spans["planning"],
     )
 
 
@@ -69,13 +71,15 @@ def predict_all(progress: Callable[[str], None]) -> list[Prediction]:
 
 
 def table(predictions: list[Prediction]) -> str:
-    lines = ["| | hosts | step | predicted | | bytes sent | predicted | |", "|---|" + "---:|" * 7]
+    head = "| | hosts | step | predicted | | bytes sent | predicted | | planning and ledger |"
+    lines = [head, "|---|" + "---:|" * 8]
     for each in predictions:
         lines.append(
             f"| `{each.workload}` | {each.num_hosts} | {1e3 * each.seconds:.1f} ms "
             f"| {1e3 * each.predicted_seconds:.1f} ms "
             f"| {each.predicted_seconds / each.seconds - 1:+.0%} "
             f"| {each.seen_bytes / 1e6:.2f} MB | {each.predicted_bytes / 1e6:.2f} MB "
-            f"| {each.predicted_bytes / each.seen_bytes - 1:+.1%} |"
+            f"| {each.predicted_bytes / each.seen_bytes - 1:+.1%} "
+            f"| {each.planning_seconds / each.seconds:.2%} |"
         )
     return "\n".join(lines)

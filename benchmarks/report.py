@@ -51,6 +51,7 @@ def _astray(figures: list[Figure]) -> list[str]:
         for each in figures
         if each.engine != ALONE
         and ENGINES[each.engine].is_synchronous
+        and not ENGINES[each.engine].rounds
         and not math.isclose(_loss(each), _loss(ours), rel_tol=LOSS_TOLERANCE)
     ]
 

@@ -26,6 +26,9 @@ WITH_TENSORFLOW = {
     ("dlrm", 2, "1gbit"),
 }
 
+IN_FEWER_BITS = {("lm", 8, "200mbit"), ("lm", 4, "1gbit")}
+"""Where Parallax also moves rows as bf16 and int8."""
+
 
 def full() -> list[Setting]:
     return [*_emulated(), *_real(), *_sparsity()]
@@ -69,6 +72,8 @@ def _looked_up(
         "tensorflow": _why_not_tensorflow(workload, num_hosts, rate),
     }
     engines += [name for name, why in reasons.items() if why is None]
+    if (workload, num_hosts, rate) in IN_FEWER_BITS:
+        engines += ["parallax-bf16", "parallax-int8"]
     left_out = {name: why for name, why in reasons.items() if why is not None}
     where = (workload, num_hosts, rate, is_emulated, tuple(engines))
     return Setting(*where, **options, left_out=left_out)

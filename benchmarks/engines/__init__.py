@@ -29,6 +29,8 @@ class Engine:
     replicates: bool = True
     """Whether each worker has all rows of the tables."""
     is_synchronous: bool = True
+    rounds: bool = False
+    """Whether it moves numbers in fewer bits, so that its losses may differ."""
     waits_in_update: bool = False
     """Whether its update also waits for the exchange, so that the span says little."""
     num_processes: int = 1
@@ -90,4 +92,10 @@ ENGINES = {
         num_processes=3,
     ),
     ALONE: Engine("no exchange", "alone"),
+    **{
+        f"parallax-{wire}": Engine(
+            f"Parallax {wire}", "parallax", {"wire": wire}, replicates=False, rounds=True
+        )
+        for wire in ("bf16", "int8")
+    },
 }

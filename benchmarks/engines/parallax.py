@@ -29,7 +29,10 @@ def start(task: Task) -> Trainer:
         init=tables,
         timeout_seconds=PATIENCE_SECONDS,
         run_dir=task.options.get("run_dir"),
+        wire=task.options.get("wire", "float32"),
     )
+    if task.options.get("clocked"):
+        _clock_planning(task, session)
     turn = train(task, model, optimizer, _batches(task, session))
 
     def profiled(num_steps: int) -> float:
@@ -53,6 +56,17 @@ def start_rows(table: Table) -> Any:
         return tile[ids % TILE_ROWS].to(dtype)
 
     return fill
+
+
+def _clock_planning(task: Task, session: parallax.Session) -> None:
+    """Have what planning, measuring and the ledger take in the span `planning`."""
+    for owner, name in (
+        (session.ledger, "add"),
+        (session.ledger, "close_step"),
+        (session._watch, "end_step"),
+        (session._replanner, "end_step"),
+    ):
+        setattr(owner, name, task.span("planning")(getattr(owner, name)))
 
 
 def _batches(task: Task, session: parallax.Session) -> Iterator[Any]:
