@@ -15,6 +15,7 @@ from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
 from parallax.exchange.collective import Parcel, Push, announce_push, complete_push
 from parallax.exchange.header import Operation, Verb
+from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.sparse import TableRows
 
@@ -78,6 +79,7 @@ class Backward:
     ) -> None:
         self.dense: DenseRoute
         self.tables: dict[str, TableRows] = {}
+        self.neighbours: Neighbours
         self.observed: Callable[[set[str], set[str]], None] = lambda used, whole: None
         """Called when all workers' uses are known: names with a gradient, names used whole."""
         self.count = 0
@@ -155,6 +157,7 @@ class Backward:
         self.dense.complete()
         operation = self._peers.operation(Verb.REDUCTION, REDUCTION)
         parcels = [table.parcel() for table in self.tables.values()]
+        parcels = self.neighbours.merge(operation, parcels)
         push, flags = announce_push(
             self._peers,
             operation,

@@ -80,6 +80,10 @@ class Config:
     process. What rounding takes from a row's gradient is added to its next one; each worker keeps
     it, for the rows that it touches, and so do checkpoints."""
 
+    merge_hosts: bool = True
+    """Where several workers share a host of several: have them ask for rows and push gradients
+    together, so that a row crosses the host's link once each way. The result is the same."""
+
     replan: bool = True
     """Move tables to the route that moves fewer bytes, as the steps show what they touch. The
     result is the same. Routes forced above stay."""
@@ -118,7 +122,7 @@ class Config:
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")
         if self.interface is not None and not (isinstance(self.interface, str) and self.interface):
             raise ConfigError(f"Config.interface takes a name, not {self.interface!r}")
-        for name in ("lookahead", "replan"):
+        for name in ("lookahead", "merge_hosts", "replan"):
             if not isinstance(getattr(self, name), bool):
                 given = getattr(self, name)
                 raise ConfigError(f"Config.{name} takes true or false, not {given!r}")

@@ -136,9 +136,9 @@ def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes:
         entry = mean.parameters.get(line.name)
         if line.route == "all-reduce" and entry is not None:
             dense_bytes += line.size_bytes
-        elif line.route == "sharded" and entry is not None and entry.rows:
+        elif line.route == "sharded" and entry is not None and entry.asked_rows:
             touched = Touched.seen(entry.rows, entry.updated_rows, num_workers)
-            early = entry.early_rows / entry.rows
+            early = entry.early_rows / entry.asked_rows
             tables.append(Table(line.name, line.size_bytes, line.row_bytes, touched, early))
     compute = max(mean.seconds - mean.waiting_seconds, 0.0)
     return Work(tuple(tables), dense_bytes, compute, mean.samples or 1.0, bucket_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from parallax.exchange.ahead import Ahead, Want
 from parallax.exchange.courier import Courier
+from parallax.exchange.header import Operation, Verb
+from parallax.exchange.neighbours import Errand, Neighbours
 from parallax.exchange.peers import Peers
 from parallax.exchange.request import Guess, Request
 from parallax.recipe import Recipe, find_recipe, leaves_of
@@ -32,11 +35,35 @@ Pass = tuple[int, int]
 """A loader's number, and that of the pass over it."""
 
 
+AHEAD = "the rows"
+"""What they are called in messages."""
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """Rows of a batch on their way."""
+
+    operation: Operation
+    ahead: Ahead
+    errand: Errand
+    wants: list[Want]
+    own: dict[str, tuple[Tensor, Guess | None]]
+    """By table: the slots that this worker wants itself, and what is known of the lookup."""
+
+
 class Foresight:
     """What a session knows of its batches and lookups."""
 
-    def __init__(self, peers: Peers, tables: Mapping[str, TableRows], *, is_on: bool) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        neighbours: Neighbours,
+        tables: Mapping[str, TableRows],
+        *,
+        is_on: bool,
+    ) -> None:
         self._peers = peers
+        self._neighbours = neighbours
         self._tables = tables
         self._is_on = is_on and peers.num_workers > 1
         self._home = threading.get_ident()
@@ -53,8 +80,8 @@ class Foresight:
         self._is_learned = False
         """The batch has been looked at in a reduction."""
         self._courier = Courier("parallax-ahead")
-        self._ahead: Ahead | None = None
-        self._ahead_of: Pass | None = None
+        self._coming: _Coming | None = None
+        self._coming_of: Pass | None = None
         self._number = 0
 
     # From the loader ----------------------------------------------------------------------
@@ -80,17 +107,17 @@ class Foresight:
         self._loader, self._is_learned = loader, False
         self._leaves, self._found = leaves_of(batch), {}
         agreed = self._agreed.get(loader, {})
-        ahead = self._awaited(of)
-        if ahead is None and agreed:
-            ahead = self._asked(agreed, batch)
-        if ahead is not None:
-            ahead.send_late()
+        coming = self._awaited(of)
+        if coming is None and agreed:
+            coming = self._asked(agreed, batch)
+        if coming is not None:
+            coming.ahead.send_late()
         if agreed and following:  # Beside the rows, which are waited for.
-            self._ahead, self._ahead_of = self._asked(agreed, following[0]), of
-        if ahead is not None:
-            self._take(ahead)
-        if self._ahead is not None:
-            self._ahead.send_early(self._courier)
+            self._coming, self._coming_of = self._asked(agreed, following[0]), of
+        if coming is not None:
+            self._take(coming)
+        if self._coming is not None:
+            self._coming.ahead.send_early(self._courier)
 
     def end(self, loader: int) -> None:
         """The loader has ended."""
@@ -101,20 +128,30 @@ class Foresight:
     def close(self) -> None:
         self._courier.close()
 
-    def _awaited(self, of: Pass) -> Ahead | None:
+    def _awaited(self, of: Pass) -> _Coming | None:
         """What is on its way, if it is for this pass; else it is let arrive and dropped."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._ahead_of != of:
-            ahead.send_late()
-            ahead.arrived()
+        coming, self._coming = self._coming, None
+        if coming is not None and self._coming_of != of:
+            coming.ahead.send_late()
+            coming.ahead.arrived()
             return None
-        return ahead
+        return coming
 
-    def _take(self, ahead: Ahead) -> None:
-        for demand, rows in ahead.arrived():
-            if demand.stock.shard is not None:
-                table = self._tables[demand.stock.name]
-                table.foresee(demand.slots, rows, demand.places, demand.guess)
+    def _take(self, coming: _Coming) -> None:
+        found = {demand.stock.name: (demand, rows) for demand, rows in coming.ahead.arrived()}
+        if not found:
+            return
+        with self._peers.waiting(coming.operation):
+            rows = [
+                found[want.stock.name][1] if want.stock.name in found else want.no_rows()
+                for want in coming.wants
+            ]
+            delivered = coming.errand.delivered(rows)
+        for (name, (slots, guess)), mine in zip(coming.own.items(), delivered, strict=True):
+            if name in found:
+                self._peers.ledger.add(name, rows=len(slots))
+                if self._tables[name].shard is not None:
+                    self._tables[name].foresee(slots, mine, found[name][0].places, guess)
 
     def _close_window(self) -> None:
         for table in self._tables.values():
@@ -178,23 +215,32 @@ class Foresight:
 
     # Inside -------------------------------------------------------------------------------
 
-    def _asked(self, agreed: Recipes, batch: Any) -> Ahead:
+    def _asked(self, agreed: Recipes, batch: Any) -> _Coming:
         leaves = leaves_of(batch)
         found = {name: self._ids(name, recipes, leaves) for name, recipes in agreed.items()}
         known = {name: ids for name, ids in found.items() if ids is not None}
         requests = self._requests(known)
-        wants = []
+        own: dict[str, tuple[Tensor, Guess | None]] = {}
         for name, recipes in agreed.items():
-            table, request = self._tables[name], requests.get(name)
-            nothing = torch.empty(0, dtype=torch.int64, device=table.parameter.device)
-            rows = nothing if table.shard is None else table.shard
+            request = requests.get(name)
             if request is None or request.is_faulty:
-                wants.append(Want(table, nothing, rows, is_known=False))
-                continue
-            guess = Guess(known[name], request) if len(recipes) == 1 else None
-            wants.append(Want(table, request.slots, rows, guess=guess))
+                device = self._tables[name].parameter.device
+                own[name] = (torch.empty(0, dtype=torch.int64, device=device), None)
+                known.pop(name, None)
+            else:
+                guess = Guess(known[name], request) if len(recipes) == 1 else None
+                own[name] = (request.slots, guess)
         self._number += 1
-        return Ahead(self._peers, wants, self._number)
+        tables = [self._tables[name] for name in own]
+        operation = Operation(Verb.AHEAD, AHEAD, self._number, self._peers.step)
+        errand = self._neighbours.ask(
+            operation, [table.row_map for table in tables], [slots for slots, _ in own.values()]
+        )
+        wants = [
+            Want(table, slots, slots if table.shard is None else table.shard, table.name in known)
+            for table, slots in zip(tables, errand.slots, strict=True)
+        ]
+        return _Coming(operation, Ahead(self._peers, wants, self._number), errand, wants, own)
 
     def _ids(self, name: str, recipes: tuple[Recipe, ...], leaves: list[Tensor]) -> Tensor | None:
         """Of all lookups of a table in a batch; None if they cannot be told."""

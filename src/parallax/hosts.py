@@ -70,6 +70,11 @@ class Hosts:
         """How many workers this worker's host has."""
         return len(self.workers[self.index])
 
+    @property
+    def are_shared(self) -> bool:
+        """There are several hosts, and one of them has several workers."""
+        return 1 < len(self.workers) < sum(map(len, self.workers))
+
     def __len__(self) -> int:
         return len(self.workers)
 

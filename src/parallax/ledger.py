@@ -20,6 +20,8 @@ class Entry:
     it; an exchange of several parameters is shared out by their bytes."""
     rows: float = 0
     """Rows of a table that this worker touched."""
+    asked_rows: float = 0
+    """Rows that it asked their owners for: the same, or what it asked for all of its host."""
     early_rows: float = 0
     """Those of them that came beside the step before."""
     updated_rows: float = 0
@@ -32,12 +34,17 @@ class Entry:
         self.received_bytes += other.received_bytes
         self.seconds += other.seconds
         self.rows += other.rows
+        self.asked_rows += other.asked_rows
         self.early_rows += other.early_rows
         self.updated_rows += other.updated_rows
         self.nonfinite_rows += other.nonfinite_rows
 
     def divided(self, number: int) -> Entry:
         return Entry(**{name: value / number for name, value in asdict(self).items()})
+
+
+COUNTERS = ("header_seconds", "header_bytes", "local_seconds", "local_bytes")
+"""Of a record: what belongs to no parameter."""
 
 
 @dataclass
@@ -49,6 +56,10 @@ class Record:
     header_seconds: float = 0.0
     """Waited for small messages that belong to no parameter."""
     header_bytes: float = 0.0
+    local_seconds: float = 0.0
+    """Waited for rows of workers of the same host, to ask and push together."""
+    local_bytes: float = 0.0
+    """Rows and ids sent to them."""
     samples: float = 0.0
     """That `session.shard` gave this worker."""
     parameters: dict[str, Entry] = field(default_factory=dict)
@@ -56,7 +67,8 @@ class Record:
     @property
     def waiting_seconds(self) -> float:
         """Time that this worker stood waiting for others."""
-        return self.header_seconds + sum(entry.seconds for entry in self.parameters.values())
+        exchanges = sum(entry.seconds for entry in self.parameters.values())
+        return self.header_seconds + self.local_seconds + exchanges
 
     @property
     def sent_bytes(self) -> float:
@@ -67,7 +79,8 @@ class Ledger:
     """The newest steps one by one in `steps`, and `totals` over all of them.
 
     `header_bytes` and `header_seconds` count the small messages that precede exchanges and belong
-    to no parameter; a worker that is ahead of the others waits for them there.
+    to no parameter; a worker that is ahead of the others waits for them there. `local_bytes` and
+    `local_seconds` count rows that go between workers of one host. See [Note: neighbours].
     """
 
     def __init__(self, max_steps: int = 1000) -> None:
@@ -76,7 +89,9 @@ class Ledger:
         self.num_steps = 0
         self.header_bytes = 0
         self.header_seconds = 0.0
-        self._headers_closed = (0.0, 0.0)
+        self.local_bytes = 0
+        self.local_seconds = 0.0
+        self._closed = dict.fromkeys(COUNTERS, 0.0)
         self._open = Record(step=0)
         self._opened = time.perf_counter()
 
@@ -100,12 +115,10 @@ class Ledger:
         """End the step that is under way."""
         now = time.perf_counter()
         self._open.seconds = now - self._opened
-        before, self._headers_closed = (
-            self._headers_closed,
-            (self.header_seconds, float(self.header_bytes)),
-        )
-        self._open.header_seconds = self.header_seconds - before[0]
-        self._open.header_bytes = self.header_bytes - before[1]
+        for name in COUNTERS:
+            so_far = float(getattr(self, name))
+            setattr(self._open, name, so_far - self._closed[name])
+            self._closed[name] = so_far
         for name, entry in self._open.parameters.items():
             self.totals.setdefault(name, Entry()).add(entry)
         self.steps.append(self._open)
@@ -124,7 +137,7 @@ class Ledger:
                 sums.setdefault(name, Entry()).add(entry)
         means = {
             name: sum(getattr(record, name) for record in newest) / len(newest)
-            for name in ("seconds", "header_seconds", "header_bytes", "samples")
+            for name in ("seconds", "samples", *COUNTERS)
         }
         parameters = {name: entry.divided(len(newest)) for name, entry in sums.items()}
         return Record(newest[-1].step, **means, parameters=parameters)

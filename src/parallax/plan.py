@@ -54,6 +54,9 @@ class Plan:
 
     num_workers: int
     parameters: tuple[ParameterPlan, ...]
+    num_partners: int | None = None
+    """Owners that a worker asks for all of its host, itself among them; None: each worker asks all
+    owners for itself."""
     bucket_bytes: float = 25e6
     """Dense gradients that are all-reduced together."""
     seconds_per_step: float | None = None
@@ -81,12 +84,14 @@ class Plan:
                 continue
             changes[line.name] = {"bytes_per_step": entry.sent_bytes}
             if line.route is Route.SHARDED:
-                predicted = cost.sharded_bytes(entry.rows, line.row_bytes, self.num_workers)
+                owners = self.num_partners or self.num_workers
+                predicted = cost.sharded_bytes(entry.asked_rows, line.row_bytes, owners)
                 changes[line.name]["predicted_bytes"] = predicted
         predicted_seconds = None
         if cluster is not None:
             work = work_of(self.parameters, mean, self.num_workers, self.bucket_bytes)
-            predicted_seconds = planned(work, cluster).seconds
+            merges = self.num_partners is not None
+            predicted_seconds = planned(work, cluster, merges=merges).seconds
         return replace(
             self._changed(changes),
             seconds_per_step=mean.seconds,
@@ -135,9 +140,10 @@ class Plan:
             )
             for p in self.parameters
         ]
-        return "\n".join(
-            [f"Plan for {self.num_workers} workers", *in_columns(rows), *self._steps()]
-        )
+        title = f"Plan for {self.num_workers} workers"
+        if self.num_partners is not None:
+            title += "; those of a host ask for rows and push gradients together"
+        return "\n".join([title, *in_columns(rows), *self._steps()])
 
     def _steps(self) -> list[str]:
         if self.seconds_per_step is None:

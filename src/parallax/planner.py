@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from parallax import cost
 from parallax.analysis import Facts, Kind
 from parallax.config import Config
+from parallax.cost import Cluster
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.plan import UNTOUCHED, ParameterPlan, Plan, Route, priced
 from parallax.text import size
@@ -18,6 +19,10 @@ from parallax.wire import Wire, row_bytes
 _WHOLE, _BY_ROWS = 1.1, 0.8
 """A whole gradient goes beside the backward and rows are waited for, so it may be a tenth larger.
 Back it goes only for a fifth fewer bytes: no table moves to and fro."""
+
+
+_TOGETHER = 0.9
+"""Where links are not known: what neighbours ask together must be a tenth less than alone."""
 
 
 class RowRule(enum.Enum):
@@ -57,7 +62,7 @@ def make_plan(
             fact.size_bytes,
         )
         parameters.append(priced(line, num_workers))
-    return Plan(num_workers, tuple(parameters), 1e6 * config.bucket_megabytes)
+    return Plan(num_workers, tuple(parameters), bucket_bytes=1e6 * config.bucket_megabytes)
 
 
 def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:
@@ -158,6 +163,29 @@ def better_route(line: ParameterPlan, rows: float, num_workers: int) -> tuple[Ro
     if line.route is Route.ALL_REDUCE and by_rows < _BY_ROWS * whole:
         return Route.SHARDED, f"{touched}: {size(by_rows)} by rows, {size(whole)} whole"
     return None
+
+
+def better_alone(wanted_bytes: float, asked_bytes: float, cluster: Cluster | None) -> str | None:
+    """Why the workers of a host should each ask for rows alone; None: better together.
+
+    Of a worker and step: what it wants itself, and what it asks of owners for its host.
+    """
+    if not wanted_bytes:
+        return None
+    seen = f"a worker moves {size(wanted_bytes)} a step, {size(asked_bytes)} of it between hosts"
+    if cluster is None:
+        return seen if asked_bytes > _TOGETHER * wanted_bytes else None
+    others = (cluster.num_hosts - 1) / cluster.num_hosts
+    saved = cluster.workers_per_host * (wanted_bytes - asked_bytes) * others
+    spent = (cluster.workers_per_host - 1) * wanted_bytes
+    saved_seconds = saved / cluster.between.bytes_per_second
+    spent_seconds = spent / cluster.within.bytes_per_second
+    if spent_seconds <= saved_seconds:
+        return None
+    return (
+        f"{seen}: it saves {1e3 * saved_seconds:.1f} ms on the link and takes "
+        f"{1e3 * spent_seconds:.1f} ms inside the host"
+    )
 
 
 def _check_patterns_used(facts: list[Facts], config: Config) -> None:

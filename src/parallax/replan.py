@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from parallax.cost import Touched
+from parallax.cost import ID_BYTES, Cluster, Touched
+from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.plan import Plan, Route
-from parallax.planner import better_route
+from parallax.planner import better_alone, better_route
 from parallax.sparse import TableRows
 
 _FIRST_STEPS, _MAX_STEPS = 5, 100
@@ -30,30 +31,61 @@ class Replanner:
         self,
         peers: Peers,
         tables: Mapping[str, TableRows],
+        neighbours: Neighbours,
         plan: Callable[[], Plan],
         move: Callable[[TableRows, Route, str], None],
+        separate: Callable[[str], None],
+        *,
+        may_separate: bool,
     ) -> None:
         self._peers = peers
         self._tables = tables
         """Those that may move."""
         self._plan = plan
+        self._neighbours = neighbours
         self._move = move
+        self._separate, self._may_separate = separate, may_separate
+        """Have the workers of a host ask for themselves, for this reason."""
+        self.cluster: Cluster | None = None
+        """The links, if they are known; the same on all workers."""
         self._num_steps = 0
         self._next = _FIRST_STEPS
         self._seen: dict[str, tuple[float, float]] = {}
         self._growth: dict[str, float] = {}
+        self._moved = torch.zeros(2, dtype=torch.float64)
 
     def end_step(self) -> None:
         """All optimizers have stepped, on all workers."""
         self._num_steps += 1
-        if not self._tables or self._peers.num_workers == 1 or self._num_steps < self._next:
+        if self._peers.num_workers == 1 or self._num_steps < self._next:
             return
         steps, self._num_steps = self._num_steps, 0
         self._next = min(4 * self._next, _MAX_STEPS)
-        for name, rows in self._touched(steps).items():
+        if self._tables:
+            self._move_tables(steps)
+        if self._neighbours.is_on and self._may_separate:
+            self._look_at_neighbours(steps)
+
+    def _move_tables(self, num_steps: int) -> None:
+        for name, rows in self._touched(num_steps).items():
             better = better_route(self._plan()[name], rows, self._peers.num_workers)
             if better is not None:
                 self._move(self._tables[name], *better)
+
+    def _look_at_neighbours(self, num_steps: int) -> None:
+        mine = torch.zeros(2, dtype=torch.float64)
+        for line in self._plan().parameters:
+            total = self._peers.ledger.totals.get(line.name)
+            if total is not None and line.route is Route.SHARDED:
+                each = 2 * (line.row_bytes + ID_BYTES)
+                mine += each * torch.tensor([total.rows, total.asked_rows], dtype=torch.float64)
+        now = mine - self._moved
+        self._moved = mine
+        where = f"looking at what hosts share in step {self._peers.step}"
+        wanted, asked = (torch.stack(self._peers.gather(now, where)).mean(0) / num_steps).tolist()
+        why = better_alone(wanted, asked, self.cluster)
+        if why is not None:
+            self._separate(why)
 
     def _touched(self, num_steps: int) -> dict[str, float]:
         """Rows that a worker touches a step, on average, of the tables of which it is known."""

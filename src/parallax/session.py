@@ -31,8 +31,9 @@ from parallax.exchange.board import Board
 from parallax.exchange.detour import Detours
 from parallax.exchange.groups import Groups
 from parallax.exchange.header import Layout
+from parallax.exchange.neighbours import MAX_SLOTS, Neighbours
 from parallax.exchange.peers import Peers
-from parallax.foresight import Foresight
+from parallax.foresight import AHEAD, Foresight
 from parallax.guard import guard_copies
 from parallax.hosts import Hosts
 from parallax.ledger import Ledger
@@ -101,6 +102,8 @@ class Session:
         self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
         self._groups = self._gather()
         self._peers = self._meet()
+        self._neighbours = self._find_neighbours()
+        self._plan = replace(self._plan, num_partners=self._neighbours.num_partners)
         self._watch = self._watching()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
@@ -329,10 +332,18 @@ class Session:
         peers.layout = Layout(
             max_counts=max(1, len(tables)), num_flags=2 * len(names) + len(tables) + 2
         )
-        peers.name_subjects([*names, REDUCTION, checkpoint.SAVING, checkpoint.LOADING])
+        peers.name_subjects([*names, REDUCTION, AHEAD, checkpoint.SAVING, checkpoint.LOADING])
         if store is not None:
             placement.compare(self._description(), peers, store)
         return peers
+
+    def _find_neighbours(self) -> Neighbours:
+        ranks = self.hosts.workers[self.hosts.index]
+        inside = self._peers.inside(ranks, *self._groups.host)
+        num_rows = max((len(f.parameter) for f in self._facts if f.parameter.dim()), default=0)
+        fits = num_rows + self.num_workers < MAX_SLOTS
+        is_on = self.config.merge_hosts and self.hosts.are_shared and fits
+        return Neighbours(self._peers, inside, self.hosts, is_on=is_on)
 
     def _watching(self) -> Watch:
         watch = Watch.open(self.config.run_dir, self._peers)
@@ -358,6 +369,7 @@ class Session:
             names,
         )
         self._backward.dense = dense
+        self._backward.neighbours = self._neighbours
         self._backward.observed = self._observed
         placement.make_real(self.model, self._facts, self._plan, self._device(), self.optimizers)
         placement.spread(self._facts, self._plan, self._buffers(), self._peers)
@@ -375,14 +387,11 @@ class Session:
             self._handles.append(each.register_step_post_hook(self._after_step))
 
     def _place_parameters(self, dense: DenseRoute) -> None:
+        is_on = self.config.lookahead and self._device().type == "cpu"
         foresight = self._foresight = Foresight(
-            self._peers, self._tables, is_on=self.config.lookahead and self._device().type == "cpu"
+            self._peers, self._neighbours, self._tables, is_on=is_on
         )
-        hooks = Hooks(
-            self._backward.begin,
-            self._left,
-            foresight.looked_up,
-        )
+        hooks = Hooks(self._backward.begin, self._left, self._neighbours, foresight.looked_up)
         self._backward.blind, self._backward.settle = foresight.blind, foresight.settle
         if self._peers.detours is not None:
             self._peers.detours.serve = self._served
@@ -399,7 +408,16 @@ class Session:
         self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
         self._rules = {name: updater.rule for name, updater in self._updaters().items()}
         self._movable = {n: t for n, t in self._tables.items() if self._may_move(n)}
-        self._replanner = Replanner(self._peers, self._movable, lambda: self._plan, self._move)
+        self._replanner = Replanner(
+            self._peers,
+            self._movable,
+            self._neighbours,
+            lambda: self._plan,
+            self._move,
+            self._separate,
+            may_separate=self.config.replan,
+        )
+        self._replanner.cluster = self._watch.cluster
 
     def _may_move(self, name: str) -> bool:
         """Whether a table's route is the plan's to change: only where both give one result."""
@@ -532,6 +550,12 @@ class Session:
         self._shard_state(table)
         self._reroute(table.name, route, why)
 
+    def _separate(self, why: str) -> None:
+        """The steps have shown that the workers of a host hardly want the same rows."""
+        self._neighbours.is_on = False
+        self._plan = replace(self._plan, num_partners=None)
+        self._watch.plan(self._plan, self.step, f"workers ask each for itself: {why}")
+
     def _reroute(self, name: str, route: Route, why: str) -> None:
         self._plan = self._plan.routed(name, route, why)
         self._watch.plan(self._plan, self.step, f"{name!r}: {why}")
@@ -559,6 +583,7 @@ class Session:
         lines.append(f"checkpoints {schedule}" if saves else "no checkpoints by themselves")
         lines.append("tables may move" if self.config.replan else "tables stay")
         lines.append(f"rows travel as {self.config.wire}")
+        lines.append("hosts merge rows" if self.config.merge_hosts else "hosts do not merge rows")
         lines.append("a run's folder" if self.config.run_dir is not None else "no run's folder")
         for name, buffer in self.model.named_buffers():
             lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")

@@ -16,6 +16,7 @@ from parallax.errors import ParallaxError
 from parallax.exchange.cache import Cache
 from parallax.exchange.collective import Parcel, pull
 from parallax.exchange.header import Fault, Verb
+from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.exchange.request import Guess, LastRequest, Request
 from parallax.gradient import RowGradient
@@ -33,6 +34,8 @@ class Hooks:
     """A gradient has come: begin the backward if it has not begun, and say its scale."""
     left: Callable[[TableRows, str, bool], None]
     """A table has become an ordinary parameter, for this reason; whether the plan wanted it."""
+    neighbours: Neighbours
+    """Who asks together with this worker."""
     looked_up: Callable[[TableRows, object], None] = lambda table, ids: None
     """A lookup that trains has these ids, and nobody foresaw it."""
     requests: LastRequest = field(default_factory=LastRequest)
@@ -438,8 +441,13 @@ class TableRows:
             return self._foreseen_rows(request, missing)
         if trains:
             self.surprise()
-        rows, faults = pull(peers, operation, self.row_map, self.shard, missing, request.fault)
+        errand = self._hooks.neighbours.ask(operation, [self.row_map], [missing])
+        asked, fault = errand.slots[0], request.fault
+        rows, faults = pull(peers, operation, self.row_map, self.shard, asked, fault)
         self._raise_faults(faults)
+        with peers.waiting(operation):
+            (rows,) = errand.delivered([rows])
+        peers.ledger.add(self.name, rows=len(missing))
         if not trains:
             return rows
         return self._cache.completed(slots, missing, rows, limit=self.row_map.span)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import socket
@@ -11,6 +12,8 @@ import subprocess
 import pytest
 
 _SET_FLAGS, _UP = 0x8914, 0x1  # SIOCSIFFLAGS, IFF_UP
+_NEW_UTS = 0x04000000  # CLONE_NEWUTS
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def unshared(kind: str) -> list[str]:
@@ -31,6 +34,13 @@ def _unshared(kind: str) -> list[str] | None:
         except FileNotFoundError:
             return None
     return None
+
+
+def rename_host(name: str) -> None:
+    """Give this process a host name of its own: it is then a host for Parallax."""
+    if _libc.unshare(_NEW_UTS):
+        raise OSError(ctypes.get_errno(), "cannot have a host name of its own")
+    socket.sethostname(name)
 
 
 def raise_loopback() -> None:

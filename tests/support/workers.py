@@ -8,10 +8,14 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import pytest
+
+from tests.support.namespaces import rename_host
 
 _context = multiprocessing.get_context("forkserver")
 # Workers are forked from a process that has imported torch already: milliseconds, not seconds.
@@ -28,6 +32,21 @@ class Outcome:
     trace: str = ""
     seconds: float = 0.0
     exit_code: int | None = None
+
+
+def run_on_hosts(function: Callable[..., Any], hosts: Sequence[int], *args: Any) -> list[Any]:
+    """The same on workers of several hosts, so many on each."""
+    if len(hosts) == 1:
+        return run_workers(function, hosts[0], *args)
+    if os.geteuid() != 0:
+        pytest.skip("hosts of their own names need root")
+    names = [f"host{host}" for host, number in enumerate(hosts) for _ in range(number)]
+    return run_workers(_renamed, len(names), names, function, args)
+
+
+def _renamed(names: list[str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    rename_host(names[int(os.environ["RANK"])])
+    return function(*args)
 
 
 def run_workers(

@@ -35,6 +35,7 @@ def test_the_first_pattern_wins() -> None:
         ({"routes": ["a"]}, "takes a mapping"),
         ({"lazy": "emb"}, "a bool or a list of patterns, not 'emb'"),
         ({"wire": "fp16"}, "wire is 'fp16'; allowed are 'float32', 'bf16', 'int8'"),
+        ({"merge_hosts": 1}, "merge_hosts takes true or false, not 1"),
         ({"timeout_seconds": 0}, "must be a positive number, not 0"),
         ({"timeout_seconds": float("nan")}, "must be a positive number"),
         ({"bucket_megabytes": -1}, "must be a positive number, not -1"),

@@ -76,9 +76,10 @@ def test_work_is_what_was_seen() -> None:
         step=9,
         seconds=1.0,
         header_seconds=0.1,
+        local_seconds=0.1,
         samples=32,
         parameters={
-            "table": Entry(rows=10, early_rows=4, updated_rows=10, seconds=0.3),
+            "table": Entry(rows=10, asked_rows=8, early_rows=2, updated_rows=10, seconds=0.2),
             "out": Entry(sent_bytes=5, seconds=0.2),
         },
     )
@@ -94,7 +95,7 @@ def test_work_is_what_was_seen() -> None:
     assert found.compute_seconds == pytest.approx(0.4)
     assert found.samples == 32
     (table,) = found.tables
-    assert (table.name, table.early_share) == ("table", 0.4)
+    assert (table.name, table.early_share) == ("table", 0.25)
     assert table.touched.by(4) == pytest.approx(40)  # each of four owners updated ten
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +11,12 @@ from torch import nn
 from parallax import cost
 from parallax.analysis import Kind, analyse
 from parallax.config import Config
+from parallax.cost import Cluster, Link
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.ledger import Entry, Record
 from parallax.optim import updater_of
 from parallax.plan import Plan, Route
-from parallax.planner import better_route, make_plan
+from parallax.planner import better_alone, better_route, make_plan
 from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
 
 
@@ -91,15 +94,17 @@ def test_patterns_that_match_nothing_are_named(field: str) -> None:
 def test_bytes_follow_the_formulas() -> None:
     plan = plan_of(Lookup("embedding"), "adam")
     assert plan["table.weight"].bytes_per_step == cost.allreduce_bytes(40 * 6 * 4, 4)
-    mean = Record(
-        0, seconds=0.5, parameters={"table.weight": Entry(123.0, rows=3), "out.weight": Entry(9.0)}
-    )
+    entries = {"table.weight": Entry(123.0, rows=5, asked_rows=3), "out.weight": Entry(9.0)}
+    mean = Record(0, seconds=0.5, parameters=entries)
     seen = plan_of(Lookup("embedding")).observed(mean, None)
     assert seen["table.weight"].bytes_per_step == 123.0
     assert seen["table.weight"].predicted_bytes == cost.sharded_bytes(3, 6 * 4, 4)
     assert seen["out.weight"].bytes_per_step == 9.0
     assert seen["out.weight"].predicted_bytes == cost.allreduce_bytes(6 * 4, 4)
     assert "A step takes 500.0 ms" in str(seen)
+    by_host = replace(plan_of(Lookup("embedding")), num_partners=2).observed(mean, None)
+    assert by_host["table.weight"].predicted_bytes == cost.sharded_bytes(3, 6 * 4, 2)
+    assert "ask for rows and push gradients together" in str(by_host)
     assert Plan.from_json(seen.to_json()) == seen
     again = seen.routed("table.weight", Route.ALL_REDUCE, "used whole")["table.weight"]
     assert again.bytes_per_step == again.predicted_bytes == cost.allreduce_bytes(40 * 6 * 4, 4)
@@ -149,3 +154,13 @@ def test_the_table_prints() -> None:
     assert text.splitlines()[0] == "Plan for 4 workers"
     assert "40×6" in text
     assert "not yet" in text
+
+
+def test_workers_of_a_host_ask_together_where_it_pays() -> None:
+    assert better_alone(0, 0, None) is None
+    assert better_alone(100, 80, None) is None
+    assert "100 B a step, 95 B of it between hosts" in (better_alone(100, 95, None) or "")
+    slow, fast = Link(1e6, 0.0), Link(1e9, 0.0)
+    assert better_alone(1e6, 0.8e6, Cluster(2, 2, slow, fast)) is None
+    why = better_alone(1e6, 0.8e6, Cluster(2, 2, slow, slow)) or ""
+    assert "saves 200.0 ms on the link and takes 1000.0 ms inside the host" in why

@@ -29,7 +29,6 @@ from parallax.errors import OutOfStepError
 from parallax.exchange.courier import Courier
 from parallax.exchange.header import NO_FAULT, Layout, Verb, grown
 from parallax.exchange.peers import Lane, Peers
-from parallax.exchange.request import Guess
 from parallax.exchange.shipment import Shipment, families
 from parallax.shard import RowMap, laid_out, regrouped
 from parallax.wire import packed, row_bytes, unpacked
@@ -50,16 +49,18 @@ class Stock(Protocol):
 
 @dataclass(frozen=True)
 class Want:
-    """The rows of a table that this worker wants for a batch."""
+    """The rows of a table that this worker asks for."""
 
     stock: Stock
     slots: Tensor
     rows: Tensor
     """The owner's, as they are now: the table may have become whole when they are needed."""
     is_known: bool = True
-    """Whether this worker can tell."""
-    guess: Guess | None = None
-    """What is known of the lookup itself."""
+    """Whether this worker can tell which it wants."""
+
+    def no_rows(self) -> Tensor:
+        """In the place of rows that nobody asked for after all."""
+        return self.rows.new_zeros((len(self.slots), *self.rows.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ class Demand:
 
     stock: Stock
     slots: Tensor
-    """Those that this worker wants."""
+    """Those that this worker asks for."""
     places: Tensor
     """Those that workers want from here."""
     rows: Tensor
     """The owner's, as they were when this began."""
-    guess: Guess | None
 
     @property
     def shard(self) -> Tensor:
@@ -199,7 +199,7 @@ class Ahead:
         pieces = places.split_with_sizes(asked.sum(1).tolist())
         known = [i for i, is_unknown in enumerate(unknown) if not is_unknown]
         self._demands = [
-            Demand(want.stock, want.slots, pieces[i], want.rows, want.guess)
+            Demand(want.stock, want.slots, pieces[i], want.rows)
             for i, want in enumerate(self._wants)
             if i in known
         ]
@@ -293,7 +293,7 @@ class Ahead:
                 demand.stock.name,
                 sent_bytes=cost.pull_bytes(wanted[i], served[i], size_bytes),
                 received_bytes=cost.pull_bytes(served[i], wanted[i], size_bytes),
-                rows=len(demand.slots),
+                asked_rows=len(demand.slots),
                 early_rows=len(demand.slots) - late[i],
                 seconds=seconds / len(self._demands),
             )

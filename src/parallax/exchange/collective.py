@@ -96,24 +96,39 @@ def complete_push(
     parcels = [push.parcels[i] for i in chosen]
     if peers.num_workers == 1 or not parcels:
         return parcels
-    sent, received = push.sent[list(chosen)], push.received[list(chosen)]
     start = time.perf_counter()
     with peers.waiting(operation):
-        groups = families([p.values for p in parcels])
-        values = [p.values if p.packed is None else p.packed for p in parcels]
+        bring = Bring(peers, push, chosen)
+    _book_push(peers, push, chosen, time.perf_counter() - start)
+    found = bring.summed(1 / peers.num_workers)
+    for parcel in found:
+        peers.ledger.add(parcel.name, updated_rows=len(parcel.slots))
+    return found
+
+
+class Bring:
+    """Gradients that have come to where they are summed."""
+
+    def __init__(self, peers: Peers, push: Push, chosen: Sequence[int]) -> None:
+        """Wait for those of the chosen tables."""
+        self._parcels = [push.parcels[i] for i in chosen]
+        self._wire = peers.wire
+        sent, received = push.sent[list(chosen)], push.received[list(chosen)]
+        groups = families([p.values for p in self._parcels])
+        values = [p.values if p.packed is None else p.packed for p in self._parcels]
         shipment = Shipment(peers, values, sent, received, groups=groups)
         # While the gradients travel.
-        merges = [_Merging.of(push, [chosen[i] for i in members]) for members in groups]
-        arrived = shipment.arrived()
-    _book_push(peers, parcels, sent, received, time.perf_counter() - start)
-    found: dict[int, Parcel] = {}
-    for merging, family in zip(merges, arrived, strict=True):
-        rows = unpacked(family.rows, parcels[family.members[0]].values, peers.wire)
-        summed = merging.summed(rows, 1 / peers.num_workers)
-        found |= dict(zip(family.members, summed, strict=True))
-    for parcel in found.values():
-        peers.ledger.add(parcel.name, updated_rows=len(parcel.slots))
-    return [found[i] for i in range(len(parcels))]
+        self._merges = [_Merging.of(push, [chosen[i] for i in members]) for members in groups]
+        self._arrived = shipment.arrived()
+
+    def summed(self, scale: float) -> list[Parcel]:
+        """By row, times `scale`."""
+        found: dict[int, Parcel] = {}
+        for merging, family in zip(self._merges, self._arrived, strict=True):
+            like = self._parcels[family.members[0]].values
+            summed = merging.summed(unpacked(family.rows, like, self._wire), scale)
+            found |= dict(zip(family.members, summed, strict=True))
+        return [found[i] for i in range(len(self._parcels))]
 
 
 @dataclass(frozen=True)
@@ -162,14 +177,16 @@ def _book_pull(
         name,
         sent_bytes=cost.pull_bytes(wanted, served, size_bytes),
         received_bytes=cost.pull_bytes(served, wanted, size_bytes),
-        rows=sum(counts),
+        asked_rows=sum(counts),
     )
 
 
-def _book_push(
-    peers: Peers, parcels: Sequence[Parcel], sent: Tensor, received: Tensor, seconds: float
-) -> None:
-    away, here = ((counts.sum(1) - counts[:, peers.rank]).tolist() for counts in (sent, received))
+def _book_push(peers: Peers, push: Push, chosen: Sequence[int], seconds: float) -> None:
+    parcels = [push.parcels[i] for i in chosen]
+    away, here = (
+        (counts.sum(1) - counts[:, peers.rank])[list(chosen)].tolist()
+        for counts in (push.sent, push.received)
+    )
     sizes = [row_bytes(parcel.values, peers.wire) for parcel in parcels]
     moved = [(a + h) * size for a, h, size in zip(away, here, sizes, strict=True)]
     for i, parcel in enumerate(parcels):

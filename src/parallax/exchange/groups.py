@@ -45,6 +45,8 @@ class Groups:
         """For the sums of small dense gradients. See [Note: direct] in direct.py."""
         self.ahead: dist.ProcessGroup | None = None
         self.control_ahead: dist.ProcessGroup | None = None
+        self.host: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)
+        """Of this worker's host: for small CPU tensors, and for rows."""
         self.store: Store | None = None
         self._place = place
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -63,7 +65,7 @@ class Groups:
 
     def close(self) -> None:
         dense, ahead = (self.dense, self.sums), (self.ahead, self.control_ahead)
-        for group in (self.control, self.rows, *dense, *ahead):
+        for group in (self.control, self.rows, *dense, *ahead, *self.host):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -154,6 +156,20 @@ class Groups:
             self.sums = dist.new_group(backend="gloo", timeout=self._timeout)
         self.ahead = dist.new_group(backend=backend, timeout=self._timeout)
         self.control_ahead = dist.new_group(backend="gloo", timeout=self._timeout)
+        if self.hosts.are_shared:
+            # Every worker takes part in making those of every host.
+            pairs = [self._host_groups(ranks, backend) for ranks in self.hosts.workers]
+            self.host = pairs[self.hosts.index]
+
+    def _host_groups(
+        self, ranks: Sequence[int], backend: str
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        control, rows = (
+            dist.new_group(list(ranks), backend=each, timeout=self._timeout)
+            for each in ("gloo", backend)
+        )
+        is_mine = self._place.rank in ranks
+        return (control, rows) if is_mine else (None, None)
 
     @property
     def _me(self) -> str:

@@ -27,6 +27,7 @@ class Verb(enum.IntEnum):
     GATHER = 4
     MEETING = 5
     DETOUR = 6
+    AHEAD = 7
 
 
 _PHRASES = {
@@ -36,6 +37,7 @@ _PHRASES = {
     Verb.GATHER: "gathering all rows of {subject!r}",
     Verb.MEETING: "{subject}",
     Verb.DETOUR: "a lookup of {subject!r} with other ids than foreseen (number {ordinal})",
+    Verb.AHEAD: "{subject} of batch {ordinal}",
 }
 
 

@@ -66,6 +66,8 @@ class Peers:
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
+        self._ranks: Sequence[int] = range(num_workers)
+        """As messages name the workers."""
         self.ledger = ledger
         self.layout = Layout(max_counts=1, num_flags=0)
         self.step = 0
@@ -82,6 +84,25 @@ class Peers:
         self._room = FIRST_ROOM
         self.room_ahead = FIRST_ROOM
         self._closed = False
+
+    def inside(
+        self,
+        ranks: Sequence[int],
+        control: dist.ProcessGroup | None,
+        rows: dist.ProcessGroup | None,
+    ) -> Peers:
+        """Some of the workers, for parts of operations in which all are."""
+        found = Peers(
+            ranks.index(self.rank),
+            len(ranks),
+            ledger=self.ledger,
+            timeout_seconds=self._timeout_seconds,
+            control=control,
+            rows=rows,
+        )
+        found._ranks = ranks
+        found.layout, found._numbers = self.layout, self._numbers
+        return found
 
     def name_subjects(self, subjects: Sequence[str]) -> None:
         """Number what operations can be about, in the same way on every worker."""
@@ -327,6 +348,7 @@ class Peers:
             theirs = Operation(Verb(verb), subject, ordinal, step)
             if theirs != mine:
                 raise OutOfStepError(
-                    f"worker {self.rank} is in {mine}, but worker {rank} is in {theirs}. Every "
+                    f"worker {self._ranks[self.rank]} is in {mine}, but worker "
+                    f"{self._ranks[rank]} is in {theirs}. Every "
                     "worker must do the same lookups, backwards and steps in the same order"
                 )

@@ -12,7 +12,7 @@ from parallax.cost import Cluster, Link
 from parallax.errors import ConfigError
 from parallax.forecast import Architecture, Forecast, Work, scaling, work_of
 from parallax.journal import last_run, read
-from parallax.ledger import Entry, Record
+from parallax.ledger import COUNTERS, Entry, Record
 from parallax.plan import Plan
 from parallax.text import in_columns
 
@@ -165,7 +165,7 @@ def _mean(events: Sequence[dict[str, Any]]) -> Record | None:
     for event in later:
         share, mean = event["number"] / total, event["mean"]
         found.step = mean["step"]
-        for name in ("seconds", "header_seconds", "header_bytes", "samples"):
+        for name in ("seconds", "samples", *COUNTERS):
             setattr(found, name, getattr(found, name) + share * mean[name])
         for name, entry in mean["parameters"].items():
             scaled = Entry(**{key: value * share for key, value in entry.items()})

@@ -1,0 +1,125 @@
+"""Two hosts with two workers each: what their links carry, by the kernel's counters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallax
+from benchmarks.testbed import Testbed
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        Testbed.missing() is not None, reason=f"no test bed here: {Testbed.missing()}"
+    ),
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(parallax.__file__).resolve().parents[1]
+WIDTH, STEPS, FIRST = 128, 8, 2
+
+TRAIN = f"""
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+import parallax
+
+interface, out = sys.argv[1:]
+
+def sent():
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.strip().partition(":")
+        if name == interface:
+            return int(counts.split()[8])
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.tags = nn.Embedding(6_000, {WIDTH}), nn.Embedding(6_000, {WIDTH})
+
+    def forward(self, ids):
+        return (self.words(ids[:, 0]) * self.tags(ids[:, 1])).square().mean()
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+# Without lookahead, which pulls rows of a step before it begins.
+session = parallax.parallelize(model, optimizer, lookahead=False)
+generator = torch.Generator().manual_seed(0)
+# As words of a text have them: the number k in proportion to 1/k.
+ids = (6_000 ** torch.rand({STEPS} * 4 * 1500, 2, generator=generator)).long() - 1
+mine, marks = [], []
+for step, batch in enumerate(session.shard(DataLoader(ids, 1500))):
+    if step == {FIRST}:
+        dist.barrier()
+        marks.append(sent())
+    optimizer.zero_grad()
+    model(batch).backward()
+    optimizer.step()
+    mine.append(batch)
+dist.barrier()
+marks.append(sent())
+torch.save(torch.stack(mine), f"{{out}}/ids-{{session.rank}}.pt")
+told = {{"sent": marks[1] - marks[0], "partners": session.plan.num_partners}}
+Path(f"{{out}}/result-{{session.rank}}.json").write_text(json.dumps(told))
+dist.barrier()
+"""
+
+
+def test_a_link_carries_each_row_of_a_host_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with Testbed(2, ssh="off") as bed:
+        workers = [start(bed, script, rank, tmp_path) for rank in range(4)]
+        for worker in workers:
+            assert worker.wait(90) == 0, (tmp_path / "log").read_text()
+    ids = [torch.load(tmp_path / f"ids-{rank}.pt") for rank in range(4)]
+    for ranks in ((0, 1), (2, 3)):
+        told = json.loads((tmp_path / f"result-{ranks[0]}.json").read_text())
+        assert told["partners"] == 2
+        alone = together = 0
+        for step in range(FIRST, STEPS):
+            for column in (0, 1):
+                each = [ids[rank][step, :, column].unique() for rank in ranks]
+                alone += sum(map(away_from(ranks), each))
+                together += away_from(ranks)(torch.cat(each).unique())
+        assert together < 0.9 * alone
+        # Rows and ids each way.
+        expected = 2 * together * (4 * WIDTH + 4)
+        assert told["sent"] == pytest.approx(expected, rel=0.05)
+
+
+def away_from(ranks: tuple[int, ...]):
+    """How many rows of some have owners on another host."""
+    return lambda rows: int((~torch.isin(rows % 4, torch.tensor(ranks))).sum())
+
+
+def start(bed: Testbed, script: Path, rank: int, folder: Path) -> subprocess.Popen[str]:
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": str(rank % 2),
+        "MASTER_ADDR": bed.hosts[0].address,
+        "MASTER_PORT": "29400",
+        "GLOO_SOCKET_IFNAME": bed.interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}",
+    }
+    with (folder / "log").open("a") as log:
+        return bed.popen(
+            [sys.executable, str(script), bed.interface, str(folder)],
+            bed.hosts[rank // 2],
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=log,
+            text=True,
+        )

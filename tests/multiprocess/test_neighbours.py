@@ -1,0 +1,188 @@
+"""Workers of one host ask and push together: the same result, each row once over the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from parallax import cost
+from parallax.errors import PeerError
+from tests.support.models import ROW_FORMS, WHOLE_FORMS
+from tests.support.parity import Case, assert_same, train_alone, train_together
+from tests.support.workers import run_on_hosts
+
+HOSTS = [(2, 2), (1, 2), (3, 2)]
+
+
+@pytest.mark.parametrize("form", ROW_FORMS)
+def test_every_kind_of_lookup_is_exact(form: str) -> None:
+    check(Case(form, shares=(5, 0, 3, 4)), (2, 2), "sharded")
+
+
+@pytest.mark.parametrize("form", WHOLE_FORMS)
+@pytest.mark.filterwarnings("ignore:parameter .* is used whole")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_tables_used_whole_are_exact(form: str) -> None:
+    check(Case(form, shares=(5, 4, 3)), (2, 1), "all-reduce")
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_hosts_may_have_different_numbers_of_workers(hosts: tuple[int, ...]) -> None:
+    check(Case("several"), hosts, "sharded")
+
+
+def check(case: Case, hosts: tuple[int, ...], route: str) -> None:
+    found, routes = zip(*run_on_hosts(train_together, hosts, case), strict=True)
+    assert set(routes) == {route}
+    assert_same(found[0], train_alone(case), case.dtype)
+
+
+# Bytes --------------------------------------------------------------------------------------
+
+ROWS, WIDTH, BATCH, STEPS = 5_000, 64, 500, 8
+
+
+class Net(nn.Module):
+    """Two tables of a family, and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH)
+        self.tags = nn.Embedding(ROWS, WIDTH)
+        self.marks = nn.Embedding(ROWS, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.words(ids[:, 0]) * self.tags(ids[:, 1])
+        return found.square().mean() + self.marks(ids[:, 1]).square().mean()
+
+
+def batches(num_workers: int) -> Tensor:
+    """Ids as words of a text have them: some of them often."""
+    generator = torch.Generator().manual_seed(5)
+    even = torch.rand(STEPS * num_workers * BATCH, 2, generator=generator)
+    return (ROWS**even).long() - 1
+
+
+@dataclass
+class Outcome:
+    """Of a worker."""
+
+    state: dict[str, Tensor]
+    totals: dict[str, Any]
+    local_bytes: int
+    plan: Any
+    seen: list[Tensor]
+    """Its ids, by step."""
+
+
+def train(lookahead: bool, merge_hosts: bool) -> Outcome:
+    import parallax
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    options = {"lookahead": lookahead, "merge_hosts": merge_hosts, "replan": False}
+    session = parallax.parallelize(model, optimizer, **options)
+    data: Any = batches(session.num_workers)
+    seen = []
+    for batch in session.shard(DataLoader(data, BATCH)):
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+        seen.append(batch)
+    plan, ledger, state = session.plan, session.ledger, session.state_dict()
+    session.close()
+    return Outcome(state, dict(ledger.totals), ledger.local_bytes, plan, seen)
+
+
+def distinct(found: list[Outcome], ranks: range, column: int) -> list[Tensor]:
+    """The rows that these workers touch together, by step."""
+    steps = zip(*(found[rank].seen for rank in ranks), strict=True)
+    return [torch.cat(parts)[:, column].unique() for parts in steps]
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("hosts", [(2, 2), (1, 3)])
+def test_a_row_crosses_the_link_of_a_host_once(hosts: tuple[int, ...], lookahead: bool) -> None:
+    merged, plain = (run_on_hosts(train, hosts, lookahead, merges) for merges in (True, False))
+    for name, value in plain[0].state.items():
+        torch.testing.assert_close(merged[0].state[name], value)
+    ranks = [range(hosts[0]), range(hosts[0], sum(hosts))]
+    for name, width, column in (("words", WIDTH, 0), ("tags", WIDTH, 1), ("marks", 3, 1)):
+        asked = away = 0
+        for here in ranks:
+            for rows in distinct(merged, here, column):
+                owners = rows % sum(hosts)  # See [Note: slots].
+                asked += len(rows)
+                away += int(((owners < here.start) | (owners >= here.stop)).sum())
+        totals = [outcome.totals[f"{name}.weight"] for outcome in merged]
+        assert sum(entry.asked_rows for entry in totals) == asked
+        assert sum(entry.rows for entry in totals) > 1.1 * asked
+        assert sum(entry.sent_bytes for entry in totals) == 2 * away * (4 * width + cost.ID_BYTES)
+        lines = [outcome.plan[f"{name}.weight"] for outcome in merged]
+        predicted = sum(line.predicted_bytes for line in lines)
+        assert sum(line.bytes_per_step for line in lines) == pytest.approx(predicted, rel=0.05)
+    assert all(outcome.local_bytes == 0 for outcome in plain)
+    assert [outcome.local_bytes > 0 for outcome in merged] == [
+        number > 1 for number in hosts for _ in range(number)
+    ]
+
+
+# The plan -----------------------------------------------------------------------------------
+
+
+def train_apart(folder: str | None, batch_size: int) -> tuple[dict[str, Tensor], bool]:
+    """Every row is in one sample only, so workers have nothing to share."""
+    import parallax
+
+    torch.manual_seed(0)
+    model = nn.Embedding(1600, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    session = parallax.parallelize(model, optimizer, run_dir=folder)
+    ids: Any = torch.randperm(1600, generator=torch.Generator().manual_seed(1))
+    for batch in session.shard(DataLoader(ids, batch_size)):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    state, is_alone = session.state_dict(), session.plan.num_partners is None
+    session.close()
+    return state, is_alone
+
+
+def test_workers_that_share_nothing_go_on_alone(tmp_path: Path) -> None:
+    found = run_on_hosts(train_apart, (2, 2), str(tmp_path), 20)
+    assert all(is_alone for _, is_alone in found)
+    expected, _ = train_apart(None, 80)
+    torch.testing.assert_close(found[0][0]["weight"], expected["weight"])
+    assert "workers ask each for itself" in (tmp_path / "journal.jsonl").read_text()
+
+
+# Mistakes -----------------------------------------------------------------------------------
+
+
+def look_up_apart() -> str:
+    """Workers of one host that are in different lookups."""
+    import parallax
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, timeout_seconds=20)
+    table = model.words if session.rank == 3 else model.tags
+    try:
+        table(torch.arange(3))
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_workers_that_are_apart_are_named_by_their_ranks() -> None:
+    found = run_on_hosts(look_up_apart, (2, 2))
+    assert "worker 2 is in a lookup of 'tags.weight'" in found[2]
+    assert "worker 3 is in a lookup of 'words.weight'" in found[2]
+    assert all(found)
