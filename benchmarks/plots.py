@@ -76,7 +76,7 @@ def _against_workers(contests: list[Contest], value: Any, label: str) -> Picture
         axes.set(ylabel=label.format(unit=by_name(name).samples[1]))
         _scale(axes, [height for points in lines.values() for _, height in points])
         axes.set_xticks(sorted({contest.setting.num_hosts for contest in members}))
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, framealpha=0.5)
         axes.grid(alpha=0.3)
     return picture
 
@@ -114,7 +114,8 @@ def _splits(contests: list[Contest]) -> Picture:
             widths = [1e3 * each.split[part] for each in figures]
             axes.barh([each.title for each in figures], widths, left=left, color=colour, label=part)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.set(title=contest.setting.title, xlabel="ms a step")
+        axes.set_title(contest.setting.title, fontsize=10)
+        axes.set_xlabel("ms a step")
         # One very slow engine must not press the others flat.
         others = sorted(1e3 * each.seconds for each in figures)
         if len(others) > 1 and others[-1] > 5 * others[-2]:

@@ -77,8 +77,8 @@ class Config:
     wire: str = "float32"
     """How the float32 rows of tables travel: "float32" as they are; "bf16" in half of the bytes, or
     "int8" in a quarter, with a scale for each row. Then the result is no longer exactly that of one
-    process. What rounding takes from a row's gradient is added to its next one; each worker keeps
-    it, for the rows that it touches, and so do checkpoints."""
+    process. What rounding takes from a row's gradient is added to its next one; a worker keeps it
+    for as many rows as it owns, and so do checkpoints."""
 
     merge_hosts: bool = True
     """Where several workers share a host of several: have them ask for rows and push gradients

@@ -46,9 +46,12 @@ class Table:
     name: str
     size_bytes: float
     row_bytes: float
+    """As it travels."""
     touched: Touched
     early_share: float = 0.0
     """Of the pulled rows: those that come beside the compute."""
+    exact_row_bytes: float | None = None
+    """As it is, if it travels in fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def forecast(
     early, waited, whole_bytes = Traffic(), Traffic(), work.dense_bytes
     for table in work.tables:
         if architecture is Architecture.ALL_REDUCE:
-            waited += cost.gathered(table.touched, table.row_bytes, cluster)
+            exact = table.exact_row_bytes or table.row_bytes
+            waited += cost.gathered(table.touched, exact, cluster)
         elif architecture is Architecture.HYBRID and _is_better_whole(table, cluster, merges):
             whole_bytes += table.size_bytes
         else:
@@ -127,6 +131,8 @@ class Line(Protocol):
     def size_bytes(self) -> float: ...
     @property
     def row_bytes(self) -> float: ...
+    @property
+    def exact_row_bytes(self) -> float: ...
 
 
 def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes: float) -> Work:
@@ -139,7 +145,8 @@ def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes:
         elif line.route == "sharded" and entry is not None and entry.asked_rows:
             touched = Touched.seen(entry.rows, entry.updated_rows, num_workers)
             early = entry.early_rows / entry.asked_rows
-            tables.append(Table(line.name, line.size_bytes, line.row_bytes, touched, early))
+            sizes = (line.size_bytes, line.row_bytes)
+            tables.append(Table(line.name, *sizes, touched, early, line.exact_row_bytes))
     compute = max(mean.seconds - mean.waiting_seconds, 0.0)
     return Work(tuple(tables), dense_bytes, compute, mean.samples or 1.0, bucket_bytes)
 

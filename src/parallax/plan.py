@@ -47,6 +47,11 @@ class ParameterPlan:
     predicted_bytes: float | None = None
     """The same by the formulas of `cost`; of a table from the rows that it was seen to touch."""
 
+    @property
+    def exact_row_bytes(self) -> float:
+        """Of a row as it is."""
+        return self.size_bytes / self.shape[0] if self.shape else self.size_bytes
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -54,9 +59,8 @@ class Plan:
 
     num_workers: int
     parameters: tuple[ParameterPlan, ...]
-    num_partners: int | None = None
-    """Owners that a worker asks for all of its host, itself among them; None: each worker asks all
-    owners for itself."""
+    num_hosts: int | None = None
+    """Hosts whose workers ask and push together; None: each worker does for itself."""
     bucket_bytes: float = 25e6
     """Dense gradients that are all-reduced together."""
     seconds_per_step: float | None = None
@@ -84,13 +88,14 @@ class Plan:
                 continue
             changes[line.name] = {"bytes_per_step": entry.sent_bytes}
             if line.route is Route.SHARDED:
-                owners = self.num_partners or self.num_workers
-                predicted = cost.sharded_bytes(entry.asked_rows, line.row_bytes, owners)
+                # Owners on the same host cost nothing.
+                among = self.num_hosts or self.num_workers
+                predicted = cost.sharded_bytes(entry.asked_rows, line.row_bytes, among)
                 changes[line.name]["predicted_bytes"] = predicted
         predicted_seconds = None
         if cluster is not None:
             work = work_of(self.parameters, mean, self.num_workers, self.bucket_bytes)
-            merges = self.num_partners is not None
+            merges = self.num_hosts is not None
             predicted_seconds = planned(work, cluster, merges=merges).seconds
         return replace(
             self._changed(changes),
@@ -141,7 +146,7 @@ class Plan:
             for p in self.parameters
         ]
         title = f"Plan for {self.num_workers} workers"
-        if self.num_partners is not None:
+        if self.num_hosts is not None:
             title += "; those of a host ask for rows and push gradients together"
         return "\n".join([title, *in_columns(rows), *self._steps()])
 

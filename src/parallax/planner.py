@@ -165,19 +165,22 @@ def better_route(line: ParameterPlan, rows: float, num_workers: int) -> tuple[Ro
     return None
 
 
-def better_alone(wanted_bytes: float, asked_bytes: float, cluster: Cluster | None) -> str | None:
+def better_alone(
+    wanted_bytes: float, exact_bytes: float, asked_bytes: float, cluster: Cluster | None
+) -> str | None:
     """Why the workers of a host should each ask for rows alone; None: better together.
 
-    Of a worker and step: what it wants itself, and what it asks of owners for its host.
+    Of a worker and step: what it wants itself, as it travels between hosts and as it does inside
+    one, and what it asks for with its neighbours.
     """
     if not wanted_bytes:
         return None
-    seen = f"a worker moves {size(wanted_bytes)} a step, {size(asked_bytes)} of it between hosts"
+    seen = f"a worker asks for {size(wanted_bytes)} a step alone, {size(asked_bytes)} together"
     if cluster is None:
         return seen if asked_bytes > _TOGETHER * wanted_bytes else None
-    others = (cluster.num_hosts - 1) / cluster.num_hosts
-    saved = cluster.workers_per_host * (wanted_bytes - asked_bytes) * others
-    spent = (cluster.workers_per_host - 1) * wanted_bytes
+    away = (cluster.num_hosts - 1) / cluster.num_hosts
+    saved = cluster.workers_per_host * away * (wanted_bytes - asked_bytes)
+    spent = (cluster.workers_per_host - 1) * away * exact_bytes  # The rest goes inside anyway.
     saved_seconds = saved / cluster.between.bytes_per_second
     spent_seconds = spent / cluster.within.bytes_per_second
     if spent_seconds <= saved_seconds:

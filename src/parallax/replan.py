@@ -16,6 +16,7 @@ from torch import Tensor
 from parallax.cost import ID_BYTES, Cluster, Touched
 from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
+from parallax.ledger import Entry
 from parallax.plan import Plan, Route
 from parallax.planner import better_alone, better_route
 from parallax.sparse import TableRows
@@ -52,7 +53,7 @@ class Replanner:
         self._next = _FIRST_STEPS
         self._seen: dict[str, tuple[float, float]] = {}
         self._growth: dict[str, float] = {}
-        self._moved = torch.zeros(2, dtype=torch.float64)
+        self._shared: dict[str, Tensor] = {}
 
     def end_step(self) -> None:
         """All optimizers have stepped, on all workers."""
@@ -73,19 +74,25 @@ class Replanner:
                 self._move(self._tables[name], *better)
 
     def _look_at_neighbours(self, num_steps: int) -> None:
-        mine = torch.zeros(2, dtype=torch.float64)
-        for line in self._plan().parameters:
-            total = self._peers.ledger.totals.get(line.name)
-            if total is not None and line.route is Route.SHARDED:
-                each = 2 * (line.row_bytes + ID_BYTES)
-                mine += each * torch.tensor([total.rows, total.asked_rows], dtype=torch.float64)
-        now = mine - self._moved
-        self._moved = mine
         where = f"looking at what hosts share in step {self._peers.step}"
-        wanted, asked = (torch.stack(self._peers.gather(now, where)).mean(0) / num_steps).tolist()
-        why = better_alone(wanted, asked, self.cluster)
+        told = torch.stack(self._peers.gather(self._moved(), where)).mean(0) / num_steps
+        wanted, exact, asked = told.tolist()
+        why = better_alone(wanted, exact, asked, self.cluster)
         if why is not None:
             self._separate(why)
+
+    def _moved(self) -> Tensor:
+        """Bytes since the last time: wanted here, as they travel and as they are; asked for."""
+        moved = torch.zeros(3, dtype=torch.float64)
+        for line in self._plan().parameters:
+            total = self._peers.ledger.totals.get(line.name, Entry())
+            now = torch.tensor([total.rows, total.rows, total.asked_rows], dtype=torch.float64)
+            rows = now - self._shared.get(line.name, torch.zeros_like(now))
+            self._shared[line.name] = now
+            if line.route is Route.SHARDED:
+                sizes = [line.row_bytes, line.exact_row_bytes, line.row_bytes]
+                moved += 2 * rows * (torch.tensor(sizes, dtype=torch.float64) + ID_BYTES)
+        return moved
 
     def _touched(self, num_steps: int) -> dict[str, float]:
         """Rows that a worker touches a step, on average, of the tables of which it is known."""

@@ -54,7 +54,7 @@ from parallax.replan import Replanner
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
 from parallax.watch import Watch
-from parallax.wire import Wire
+from parallax.wire import Wire, rounded
 
 _log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -103,7 +103,8 @@ class Session:
         self._groups = self._gather()
         self._peers = self._meet()
         self._neighbours = self._find_neighbours()
-        self._plan = replace(self._plan, num_partners=self._neighbours.num_partners)
+        if self._neighbours.is_on:
+            self._plan = replace(self._plan, num_hosts=len(self.hosts))
         self._watch = self._watching()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
@@ -340,10 +341,13 @@ class Session:
     def _find_neighbours(self) -> Neighbours:
         ranks = self.hosts.workers[self.hosts.index]
         inside = self._peers.inside(ranks, *self._groups.host)
-        num_rows = max((len(f.parameter) for f in self._facts if f.parameter.dim()), default=0)
-        fits = num_rows + self.num_workers < MAX_SLOTS
-        is_on = self.config.merge_hosts and self.hosts.are_shared and fits
-        return Neighbours(self._peers, inside, self.hosts, is_on=is_on)
+        is_on = self.config.merge_hosts and self.hosts.are_shared
+        tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
+        largest = max((p.shape[0] for p in tables), default=0)
+        if is_on and largest + self.num_workers >= MAX_SLOTS:
+            _log.warning("tables of %d rows are too large for hosts to merge rows", largest)
+            is_on = False
+        return Neighbours(self._peers, inside, self.hosts, is_on=is_on and largest > 0)
 
     def _watching(self) -> Watch:
         watch = Watch.open(self.config.run_dir, self._peers)
@@ -430,7 +434,7 @@ class Session:
         """Rows of a table that this worker owns."""
         shard = self._tables[name].shard
         assert shard is not None
-        return shard.index_select(0, places.to(shard.device))
+        return rounded(shard.index_select(0, places.to(shard.device)), self._peers.wire)
 
     def _shard_state(self, table: TableRows) -> None:
         owner = self._owners.get(id(table.parameter))
@@ -553,7 +557,7 @@ class Session:
     def _separate(self, why: str) -> None:
         """The steps have shown that the workers of a host hardly want the same rows."""
         self._neighbours.is_on = False
-        self._plan = replace(self._plan, num_partners=None)
+        self._plan = replace(self._plan, num_hosts=None)
         self._watch.plan(self._plan, self.step, f"workers ask each for itself: {why}")
 
     def _reroute(self, name: str, route: Route, why: str) -> None:

@@ -303,10 +303,10 @@ class TableRows:
     def rounded(self, parcel: Parcel) -> Parcel:
         """As it travels, with what rounding took from these rows before. See [Note: wire]."""
         wire, values = self._peers.wire, parcel.values
-        if self._peers.num_workers == 1 or not is_packed(values, wire):
+        if not self.rounds:
             return parcel
         if self.residue is None:
-            self.residue = Residue(self.parameter)
+            self.residue = self.new_residue()
         ids = self.row_map.ids(parcel.slots)
         values = values + self.residue.of(ids)
         sent = packed(values, wire)
@@ -314,6 +314,14 @@ class TableRows:
         rest = (values - unpacked(sent, values, wire)).nan_to_num_(0.0, 0.0, 0.0)
         self.residue.keep(ids, rest)
         return replace(parcel, packed=sent)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether its gradients travel in fewer bits."""
+        return self._peers.num_workers > 1 and is_packed(self.parameter, self._peers.wire)
+
+    def new_residue(self) -> Residue:
+        return Residue(self.parameter, self.row_map.span)
 
     def receive(self, parcel: Parcel) -> None:
         """Add what the push brought to what this owner has."""

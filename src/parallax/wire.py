@@ -43,13 +43,19 @@ def packed(rows: Tensor, wire: Wire) -> Tensor:
     return torch.cat([levels.view(torch.uint8), steps.view(torch.uint8)], 1)
 
 
+def rounded(rows: Tensor, wire: Wire) -> Tensor:
+    """As they are after their way."""
+    return unpacked(packed(rows, wire), rows, wire)
+
+
 def unpacked(values: Tensor, like: Tensor, wire: Wire) -> Tensor:
     """Rows of `like`'s kind, out of what has come."""
     if not is_packed(like, wire):
         return values
     if wire is Wire.BF16:
         return values.to(like.dtype)
-    steps = values[:, -_SCALE_BYTES:].contiguous().view(like.dtype)
+    # A copy: a tensor of one row counts as contiguous where it lies, at whatever byte.
+    steps = values[:, -_SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(like.dtype)
     levels = values[:, :-_SCALE_BYTES].view(torch.int8)
     return (levels * steps).reshape(len(values), *like.shape[1:])
 

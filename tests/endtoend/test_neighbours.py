@@ -69,7 +69,7 @@ for step, batch in enumerate(session.shard(DataLoader(ids, 1500))):
 dist.barrier()
 marks.append(sent())
 torch.save(torch.stack(mine), f"{{out}}/ids-{{session.rank}}.pt")
-told = {{"sent": marks[1] - marks[0], "partners": session.plan.num_partners}}
+told = {{"sent": marks[1] - marks[0], "hosts": session.plan.num_hosts}}
 Path(f"{{out}}/result-{{session.rank}}.json").write_text(json.dumps(told))
 dist.barrier()
 """
@@ -85,7 +85,7 @@ def test_a_link_carries_each_row_of_a_host_once(tmp_path: Path) -> None:
     ids = [torch.load(tmp_path / f"ids-{rank}.pt") for rank in range(4)]
     for ranks in ((0, 1), (2, 3)):
         told = json.loads((tmp_path / f"result-{ranks[0]}.json").read_text())
-        assert told["partners"] == 2
+        assert told["hosts"] == 2
         alone = together = 0
         for step in range(FIRST, STEPS):
             for column in (0, 1):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from parallax.wire import Wire, packed, unpacked
-from tests.support.workers import run_workers
+from parallax.wire import Wire, rounded
+from tests.support.workers import run_on_hosts, run_workers
 
 ROWS, WIDTH, BATCH, STEPS, LR = 400, 64, 64, 12, 2.0
 TABLES = ("words.weight", "out.weight")
@@ -65,23 +65,23 @@ def train(wire: str, lookahead: bool) -> tuple[dict[str, Tensor], float, float]:
 def in_one_process(wire: Wire, num_workers: int) -> dict[str, Tensor]:
     """What each worker would do, one after the other, with plain torch."""
     torch.manual_seed(0)
-    model, rounded = Net(), Net()
+    model, other = Net(), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     residues: list[dict[str, Tensor]] = [{} for _ in range(num_workers)]
     for step in pairs(STEPS, num_workers).split(num_workers * BATCH):
         optimizer.zero_grad()
         for residue, batch in zip(residues, step.split(BATCH), strict=True):
             state = model.state_dict()
-            tables = {n: there_and_back(v, wire) for n, v in state.items() if n in TABLES}
-            rounded.load_state_dict({**state, **tables})
-            rounded.zero_grad()
-            rounded(batch).backward()
-            for (name, p), q in zip(model.named_parameters(), rounded.parameters(), strict=True):
+            tables = {n: rounded(v, wire) for n, v in state.items() if n in TABLES}
+            other.load_state_dict({**state, **tables})
+            other.zero_grad()
+            other(batch).backward()
+            for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
                 gradient = q.grad.clone()
                 if name in TABLES:
                     touched = gradient.any(1)
                     full = gradient + residue.get(name, torch.zeros_like(gradient))
-                    gradient[touched] = there_and_back(full[touched], wire)
+                    gradient[touched] = rounded(full[touched], wire)
                     kept = residue.setdefault(name, torch.zeros_like(gradient))
                     kept[touched] = full[touched] - gradient[touched]
                 p.grad = gradient / num_workers + (0 if p.grad is None else p.grad)
@@ -89,19 +89,15 @@ def in_one_process(wire: Wire, num_workers: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def there_and_back(rows: Tensor, wire: Wire) -> Tensor:
-    return unpacked(packed(rows, wire), rows, wire)
-
-
 @pytest.mark.parametrize("wire", Wire)
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_workers_do_as_one_process_that_rounds(wire: Wire, num_workers: int) -> None:
     expected = in_one_process(wire, num_workers)
     found, moved, predicted = run_workers(train, num_workers, wire.value, False)[0]
-    # A last bit may decide to which side a number is rounded; later steps make good for most of it.
-    tolerance = 1e-5 if wire is Wire.FLOAT32 else 1e-3
+    # A last bit may decide to which side a number is rounded, of some in a million numbers.
+    tolerance, share = (1e-5, 0.0) if wire is Wire.FLOAT32 else (1e-3, 0.002)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
+        assert ((found[name] - value).abs() > tolerance).double().mean() <= share, name
     assert moved == pytest.approx(predicted, rel=0.1)  # Of this worker; owners differ a little.
     ahead = run_workers(train, num_workers, wire.value, True)[0]
     for name, value in found.items():
@@ -155,23 +151,23 @@ def test_what_is_left_over_comes_along_to_any_number_of_workers(
     torch.testing.assert_close(loaded, saved)
 
 
-def pushed_sum(num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+def pushed_sum(wire: str, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """What the rows lost by plain SGD, what they should have, and what is left over."""
     import parallax
 
     torch.manual_seed(0)
-    model = nn.Embedding(8, 16)
+    model = nn.Embedding(8, 17)
     nn.init.zeros_(model.weight)  # Updates of large weights would be rounded themselves.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    session = parallax.parallelize(model, optimizer, wire="int8", routes={"*": "sharded"})
-    factors = torch.randn(16, generator=torch.Generator().manual_seed(session.rank))
+    session = parallax.parallelize(model, optimizer, wire=wire, routes={"*": "sharded"})
+    factors = torch.randn(17, generator=torch.Generator().manual_seed(session.rank))
     for _ in range(num_steps):
         optimizer.zero_grad()
         (model(torch.arange(8)) * factors * 1e-3).sum().backward()
         optimizer.step()
-    residue = residue_of(session, "weight", torch.zeros(8, 16))
-    gradient = factors.expand(8, 16) * 1e-3 * num_steps
-    for each in (residue, gradient := gradient.clone()):
+    residue = residue_of(session, "weight", torch.zeros(8, 17))
+    gradient = (factors * 1e-3 * num_steps).expand(8, 17).clone()
+    for each in (residue, gradient):
         session._peers.total(each, torch.distributed.ReduceOp.SUM, "test")
         each /= session.num_workers
     state = session.state_dict()
@@ -179,9 +175,32 @@ def pushed_sum(num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
     return -state.get("weight", torch.zeros(0)), gradient, residue
 
 
-def test_nothing_is_lost_by_rounding() -> None:
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+@pytest.mark.parametrize("hosts", [(2,), (2, 1)])
+def test_nothing_is_lost_by_rounding(wire: str, hosts: tuple[int, ...]) -> None:
     """All that was pushed, and what is left over, is the sum of the gradients."""
-    lost, gradient, residue = run_workers(pushed_sum, 2, 50)[0]
+    lost, gradient, residue = run_on_hosts(pushed_sum, hosts, wire, 50)[0]
     torch.testing.assert_close(lost + residue, gradient, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(lost, gradient)
     # Without the residue the error would have grown fifty times.
-    assert residue.abs().max() < 2e-5
+    assert residue.abs().max() < 3e-5
+
+
+def serve_some(wire: str) -> tuple[Tensor, Tensor]:
+    """Rows that another worker asks for out of turn, and those that it has itself."""
+    import parallax
+
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, wire=wire, routes=ROUTES)
+    shard = session._tables["words.weight"].shard
+    assert shard is not None
+    served = session._served("words.weight", torch.arange(5))
+    session.close()
+    return served, shard[:5]
+
+
+def test_rows_of_a_detour_are_rounded_as_well() -> None:
+    served, own = run_workers(serve_some, 2, "bf16")[0]
+    assert torch.equal(served, rounded(own, Wire.BF16))
+    assert not torch.equal(served, own)

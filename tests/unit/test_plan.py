@@ -102,7 +102,7 @@ def test_bytes_follow_the_formulas() -> None:
     assert seen["out.weight"].bytes_per_step == 9.0
     assert seen["out.weight"].predicted_bytes == cost.allreduce_bytes(6 * 4, 4)
     assert "A step takes 500.0 ms" in str(seen)
-    by_host = replace(plan_of(Lookup("embedding")), num_partners=2).observed(mean, None)
+    by_host = replace(plan_of(Lookup("embedding")), num_hosts=2).observed(mean, None)
     assert by_host["table.weight"].predicted_bytes == cost.sharded_bytes(3, 6 * 4, 2)
     assert "ask for rows and push gradients together" in str(by_host)
     assert Plan.from_json(seen.to_json()) == seen
@@ -157,10 +157,11 @@ def test_the_table_prints() -> None:
 
 
 def test_workers_of_a_host_ask_together_where_it_pays() -> None:
-    assert better_alone(0, 0, None) is None
-    assert better_alone(100, 80, None) is None
-    assert "100 B a step, 95 B of it between hosts" in (better_alone(100, 95, None) or "")
+    assert better_alone(0, 0, 0, None) is None
+    assert better_alone(100, 100, 80, None) is None
+    assert "100 B a step alone, 95 B together" in (better_alone(100, 100, 95, None) or "")
     slow, fast = Link(1e6, 0.0), Link(1e9, 0.0)
-    assert better_alone(1e6, 0.8e6, Cluster(2, 2, slow, fast)) is None
-    why = better_alone(1e6, 0.8e6, Cluster(2, 2, slow, slow)) or ""
-    assert "saves 200.0 ms on the link and takes 1000.0 ms inside the host" in why
+    assert better_alone(1e6, 1e6, 0.8e6, Cluster(2, 2, slow, fast)) is None
+    assert better_alone(1e6, 0.3e6, 0.8e6, Cluster(2, 2, slow, slow)) is None
+    why = better_alone(1e6, 1e6, 0.8e6, Cluster(2, 2, slow, slow)) or ""
+    assert "saves 200.0 ms on the link and takes 500.0 ms inside the host" in why

@@ -17,7 +17,6 @@ from parallax.checkpoint.reader import Reader, Saved
 from parallax.checkpoint.together import LOADING, meet, together
 from parallax.errors import CheckpointError
 from parallax.exchange.peers import Peers
-from parallax.residue import Residue
 from parallax.sparse import TableRows
 
 
@@ -177,12 +176,14 @@ def _restore_residue(
     """Each worker takes over what some of those at saving kept; a mean is of fewer or more now."""
     device, scale = table.parameter.device, num_workers / len(reader.parts)
     table.residue = None
+    if not table.rounds:
+        return
     for part in reader.parts[rank::num_workers]:
         if name not in part.get("residue", {}):  # Rows travelled as they are.
             continue
         ids, rows = (each.to(device) for each in part["residue"][name])
         if table.residue is None:
-            table.residue = Residue(table.parameter)
+            table.residue = table.new_residue()
         table.residue.keep(ids, table.residue.of(ids) + rows * scale)
 
 

@@ -46,7 +46,9 @@ def pull(
     """The rows at some sorted slots, and the workers' faults (then there are no rows)."""
     counts = row_map.counts(slots)
     places = row_map.places(slots)
-    told = peers.announce(operation, [[count] for count in counts], ids=places, fault=fault)
+    told = peers.announce(
+        operation, [[count] for count in counts], ids=places, fault=fault, is_met=True
+    )
     if any(code for code, _ in told.faults):
         return shard[:0], told.faults
     served = shard.index_select(0, told.ids)
@@ -84,7 +86,7 @@ def announce_push(
     if parcels:
         counts, places = laid_out([p.row_map for p in parcels], [p.slots for p in parcels])
         ids = places[regrouped(counts.t()).to(places.device)]
-    told = peers.announce(operation, counts.t().tolist(), ids=ids, flags=flags)
+    told = peers.announce(operation, counts.t().tolist(), ids=ids, flags=flags, is_met=True)
     received = torch.tensor(told.counts, dtype=torch.int64).t()
     return Push(parcels, counts, received, told.ids.long()), told.flags
 

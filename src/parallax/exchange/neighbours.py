@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from parallax.cost import ID_BYTES
+from parallax.errors import OutOfStepError
 from parallax.exchange.collective import Bring, Parcel, Push
-from parallax.exchange.header import Operation
+from parallax.exchange.header import Answer, Operation, Verb
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Shipment
 from parallax.hosts import Hosts
@@ -67,33 +68,57 @@ class Neighbours:
         here = [places[owner] % hosts.num_local_workers for owner in sorted(places)]
         self._speakers = torch.tensor(here)
         """By owner: who speaks with it."""
-
-    @property
-    def num_partners(self) -> int | None:
-        """How many owners this worker asks for its host, itself among them; None: all, alone."""
-        return int((self._speakers == self._inside.rank).sum()) if self.is_on else None
+        peers.meet_inside = self._meet
 
     def ask(self, operation: Operation, maps: Sequence[RowMap], slots: Sequence[Tensor]) -> Errand:
         """Join what the workers of the host want. All of them take part."""
         if not self.is_on:
             return Errand(list(slots))
         with self._peers.waiting(operation):
-            return _Joined(self._inside, self._tell(operation, maps, slots), maps)
+            told = self._tell(operation, maps, slots)
+        return Errand(list(slots)) if told is None else _Joined(self._inside, told, maps)
 
     def merge(self, operation: Operation, parcels: list[Parcel]) -> list[Parcel]:
         """Sum the gradients of the host's workers by row. All of them take part."""
-        if not self.is_on or not parcels:
+        if not self.is_on:
+            return parcels
+        if not parcels:
+            self._meet(operation)
             return parcels
         maps = [parcel.row_map for parcel in parcels]
         with self._peers.waiting(operation):
             told = self._tell(operation, maps, [parcel.slots for parcel in parcels])
+            if told is None:
+                return parcels
             push = Push(_sorted(parcels, told), told.sent, told.received, told.slots)
             with _booked(self._inside, told.sent, [parcel.values for parcel in parcels]):
                 bring = Bring(self._inside, push, range(len(parcels)))
         summed = bring.summed(1.0)
         return [replace(each, row_map=own) for each, own in zip(summed, maps, strict=True)]
 
-    def _tell(self, operation: Operation, maps: Sequence[RowMap], slots: Sequence[Tensor]) -> Told:
+    def _meet(self, operation: Operation) -> None:
+        """See that the workers of the host are in one operation. See `_announced`."""
+        if self.is_on:
+            with self._peers.waiting(operation):
+                self._announced(operation, None, None)
+
+    def _announced(
+        self, operation: Operation, counts: list[list[int]] | None, ids: Tensor | None
+    ) -> Answer | None:
+        """What the workers of the host tell each other; None if they are in different operations.
+
+        Then this worker goes on to where all meet, so that all of them learn who is where.
+        """
+        try:
+            return self._inside.announce(operation, counts, ids=ids)
+        except OutOfStepError:
+            if operation.verb is Verb.AHEAD:  # It is not announced to all.
+                raise
+            return None
+
+    def _tell(
+        self, operation: Operation, maps: Sequence[RowMap], slots: Sequence[Tensor]
+    ) -> Told | None:
         """Give each row to whoever speaks with its owner."""
         num_tables, num_here = len(maps), self._inside.num_workers
         joined = torch.cat(list(slots))
@@ -105,7 +130,9 @@ class Neighbours:
         order = torch.argsort(keys, stable=True)
         counts = torch.bincount(keys, minlength=num_here * num_tables).cpu()
         sent = counts.reshape(num_here, num_tables)
-        told = self._inside.announce(operation, sent.tolist(), ids=joined[order])
+        told = self._announced(operation, sent.tolist(), joined[order])
+        if told is None:
+            return None
         received = torch.tensor(told.counts, dtype=torch.int64)
         away = len(joined) - int(sent[self._inside.rank].sum())
         self._inside.ledger.local_bytes += ID_BYTES * away

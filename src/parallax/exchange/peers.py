@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -77,6 +77,8 @@ class Peers:
         self._control_ahead = control_ahead
         self._board = board
         self.detours = detours
+        self.meet_inside: Callable[[Operation], None] = lambda operation: None
+        """Called before an operation of all workers, which those of a host begin together."""
         self.wire = wire
         """How rows travel. See [Note: wire] in wire.py."""
         self._ordinals: dict[tuple[Verb, str], int] = {}
@@ -140,12 +142,16 @@ class Peers:
         ids: Tensor | None = None,
         flags: Sequence[bool] = (),
         fault: tuple[Fault, int] = NO_FAULT,
+        is_met: bool = False,
     ) -> Answer:
         """Tell each worker how many ids of each kind I have for it, and which; hear the same.
 
         The header also says which operation this is: workers that are in different ones all
-        raise, instead of taking each other's rows for their own.
+        raise, instead of taking each other's rows for their own. `is_met`: those of a host have
+        begun it together already.
         """
+        if not is_met:
+            self.meet_inside(operation)
         counts = [()] * self.num_workers if counts is None else counts
         ids = torch.empty(0, dtype=torch.int32) if ids is None else ids
         if self.num_workers == 1:
@@ -181,7 +187,7 @@ class Peers:
             found = self.layout.ids(messages, totals).to(ids.device)
         else:
             found = self.exchange(ids, [sum(row) for row in counts], totals)
-        if operation.verb is Verb.LOOKUP:
+        if operation.verb in (Verb.LOOKUP, Verb.AHEAD):
             self._room = grown(self._room, largest)
         faults = [(Fault(row[4]), row[5]) for row in words]
         return Answer(told, faults, self.layout.flags(messages), found, largest)

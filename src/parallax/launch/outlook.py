@@ -166,7 +166,7 @@ def _mean(events: Sequence[dict[str, Any]]) -> Record | None:
         share, mean = event["number"] / total, event["mean"]
         found.step = mean["step"]
         for name in ("seconds", "samples", *COUNTERS):
-            setattr(found, name, getattr(found, name) + share * mean[name])
+            setattr(found, name, getattr(found, name) + share * mean.get(name, 0.0))
         for name, entry in mean["parameters"].items():
             scaled = Entry(**{key: value * share for key, value in entry.items()})
             found.parameters.setdefault(name, Entry()).add(scaled)
