@@ -26,7 +26,7 @@ WITH_TENSORFLOW = {
     ("dlrm", 2, "1gbit"),
 }
 
-IN_FEWER_BITS = {("lm", 8, "200mbit"), ("lm", 4, "1gbit")}
+IN_FEWER_BITS = {("lm", 8, "200mbit")}
 """Where Parallax also moves rows as bf16 and int8."""
 
 
