@@ -61,8 +61,6 @@ class TableRows:
         """It has become an ordinary parameter."""
         self.retired = False
         """… in an earlier step: no lookup of it is under way any more."""
-        self._has_returned = False
-        """It was an ordinary parameter before, by the plan."""
         self.spoiled = False
         """Rows may have changed that no foreseen lookup has asked for; the same on all workers."""
         self._foreseen = False
@@ -88,6 +86,10 @@ class TableRows:
         self._peers = peers
         self._hooks = hooks
         self._anchor = torch.zeros((), requires_grad=True, device=parameter.device)
+        self._handle: Any = None
+        self._has_warned = False
+        if not parameter.is_meta:  # Else when it is placed: what it is then has other hooks.
+            self._catch_gradients()
         make_table(parameter, self)
 
     # As the model sees it -----------------------------------------------------------------
@@ -130,7 +132,9 @@ class TableRows:
             set_data(parameter, values)
             parameter.grad = gradient
         make_plain(parameter)
-        self.used_whole, self._has_returned = True, False
+        self.used_whole = True
+        self._handle.remove()
+        self._handle = None
         self._hooks.left(self, why, planned)
         self.shard = self.residue = None
         self._forget_rows()
@@ -142,7 +146,6 @@ class TableRows:
         parameter.grad = None
         make_table(parameter, self)
         self.used_whole = self.retired = False
-        self._has_returned = True
         self.place(self.own_part(values))
         if gradient is not None:  # It stays until it is zeroed, as in torch.
             part = self.own_part(gradient)
@@ -170,6 +173,8 @@ class TableRows:
         self.shard = shard
         self.replaced()
         empty_out(self.parameter, shard.device)
+        if self._handle is None:
+            self._catch_gradients()
 
     def own_part(self, whole: Tensor) -> Tensor:
         return self.row_map.part(whole, self._peers.rank)
@@ -288,8 +293,6 @@ class TableRows:
 
     def parcel(self) -> Parcel:
         """Take the gradients that have come here, summed by row."""
-        if self._has_returned:
-            self._refuse_old_graphs()
         pending, self._pending = self._pending, []
         if len(pending) == 1:
             slots, values = pending[0]
@@ -421,14 +424,39 @@ class TableRows:
                 "reduced yet: run the last backward outside of it, or use session.clip_grad_norm_"
             )
 
-    def _refuse_old_graphs(self) -> None:
-        """Autograd gives the gradients of a graph from then to the parameter, past its rows."""
+    def _catch_gradients(self) -> None:
+        """See gradients that autograd gives to the parameter itself, past its lookups."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.parameter.grad is not None:
-                raise ParallaxError(
-                    f"backward through a forward from before {self.name!r} was sharded again: run "
-                    "the forward again, or say replan=False"
-                )
+            needs = self.parameter.requires_grad
+            self.parameter.requires_grad_(True)  # A frozen one has hooks too, for later.
+            self._handle = self.parameter.register_post_accumulate_grad_hook(self._caught)
+            self.parameter.requires_grad_(needs)
+
+    @torch.no_grad()
+    def _caught(self, parameter: Tensor) -> None:
+        """A whole gradient has come: of an autograd function of the script's own, which takes
+        parameters past `__torch_function__`, or of a forward from before this was a table.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if self.shard is not None:
+            self._deliver_whole(gradient)
+            return
+        scale = self._hooks.begin()
+        self.become_whole("an autograd function")
+        # A worker without samples may have NaN here.
+        parameter.grad = torch.zeros_like(gradient) if scale == 0 else gradient * scale
+
+    def _deliver_whole(self, gradient: Tensor) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_whole_gradient(self.name)
+        gradient = gradient.to_dense()
+        ids = gradient.reshape(len(gradient), -1).any(1).nonzero().squeeze(1)
+        slots, order = torch.sort(self.row_map.slots(ids))
+        self._is_surprised = True  # Nobody has noted that these rows may change.
+        self.deliver(slots, gradient[ids[order]], None, self._num_updates)
 
     def _no_rows(self) -> Tensor:
         return torch.empty(
@@ -531,6 +559,15 @@ def warn_whole(name: str, why: str) -> None:
     warnings.warn(
         f"parameter {name!r} is used whole (by {why}), so it is all-reduced, not sharded. "
         "If that use is not meant, look its rows up instead",
+        stacklevel=2,
+    )
+
+
+def _warn_whole_gradient(name: str) -> None:
+    warnings.warn(
+        f"table {name!r} got a whole gradient, as an autograd function of a script's own gives it. "
+        "That is exact, but moves all rows that are not zero. If it is so in every step, keep it "
+        f"whole with Config(routes={{{name!r}: 'all-reduce'}})",
         stacklevel=2,
     )
 

@@ -20,6 +20,7 @@ def check(case: Case, num_workers: int, route: str, *, lazy: bool = False) -> No
 
 
 @pytest.mark.parametrize("form", ROW_FORMS)
+@pytest.mark.filterwarnings("ignore:table .* got a whole gradient")
 def test_every_kind_of_lookup_is_sharded_and_exact(form: str) -> None:
     check(Case(form, shares=(5, 7)), 2, "sharded")
 

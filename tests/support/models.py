@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -91,9 +92,39 @@ _TABLES: dict[str, Callable[[], nn.Module]] = {
     "squared": _embedding(),
     "copied": _embedding(),
     "returned": _embedding(),
+    "function": _embedding(),
 }
 
 Form = Callable[[Lookup, Tensor], tuple[Tensor, Tensor]]
+
+
+class _Squares(torch.autograd.Function):
+    """An operation of a script's own: no `__torch_function__` sees what is given to it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return weight.pow(2).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (weight,) = ctx.saved_tensors
+        return gradient * weight * (2 / weight.numel())
+
+
+class _First(torch.autograd.Function):
+    """The first rows of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.shape = weight.shape
+        return weight[:LENGTH].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        whole = gradient.new_zeros(ctx.shape)
+        whole[:LENGTH] = gradient
+        return whole
 
 
 def _none() -> Tensor:
@@ -164,6 +195,12 @@ _FORMS: dict[str, Form] = {
     "squared": lambda m, ids: (m.table(ids).mean(1), (m.table.weight * m.table.weight).mean()),
     "copied": lambda m, ids: (m.table(ids).mean(1), _copied(m).pow(2).mean()),
     "returned": lambda m, ids: (m.table(ids).mean(1), _handed(m).norm() * 0.1),
+    "function": lambda m, ids: (m.table(ids).mean(1), _Squares.apply(m.table.weight)),  # type: ignore[no-untyped-call]
+    "bare-function": lambda m, ids: (m.weight[ids].mean(1), _Squares.apply(m.weight)),  # type: ignore[no-untyped-call]
+    "function-only": lambda m, ids: (
+        ids.to(m.weight.dtype) @ _First.apply(m.weight) / NUM_ROWS,
+        _none(),
+    ),  # type: ignore[no-untyped-call]
 }
 
 
@@ -176,7 +213,10 @@ def _handed(model: Lookup) -> Tensor:
     return model.table.weight  # type: ignore[no-any-return]
 
 
-WHOLE_FORMS = "tied tied-in-forward regularised squared copied returned getitem-nested-list".split()
+WHOLE_FORMS = (
+    "tied tied-in-forward regularised squared copied returned getitem-nested-list bare-function "
+    "function-only".split()
+)
 ROW_FORMS = [form for form in _FORMS if form not in ("frozen", *WHOLE_FORMS)]
 
 Parameters = Iterable[nn.Parameter]

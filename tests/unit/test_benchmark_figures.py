@@ -213,6 +213,14 @@ def test_with_real_compute_a_synchronous_engine_with_another_loss_is_marked() ->
     assert "- **DDP sparse has another loss than Parallax" in report.table(held)
 
 
+def test_too_few_bytes_are_told() -> None:
+    held = contest()
+    for moved, is_told in ((6e6, False), (4e6, True)):
+        for turn in held.sittings[0][0].turns:
+            turn.sent_bytes = turn.received_bytes = moved
+        assert ("- **Parallax moved fewer bytes than it must" in report.table(held)) is is_told
+
+
 def test_goals_say_what_was_and_was_not_reached() -> None:
     lines = goals.goals_table([contest()]).splitlines()
     assert any(
