@@ -270,6 +270,7 @@ class Session:
             step.swap_back()
         self._backward.dense.close()
         for table in self._tables.values():
+            table.release()
             if table.local and not table.used_whole:
                 values = table.values("close")
                 make_plain(table.parameter)

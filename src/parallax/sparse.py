@@ -133,11 +133,16 @@ class TableRows:
             parameter.grad = gradient
         make_plain(parameter)
         self.used_whole = True
-        self._handle.remove()
-        self._handle = None
+        self.release()
         self._hooks.left(self, why, planned)
         self.shard = self.residue = None
         self._forget_rows()
+
+    def release(self) -> None:
+        """Leave the parameter alone from now on."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def become_rows(self) -> None:
         """The opposite, between two steps: keep only this owner's rows again."""
