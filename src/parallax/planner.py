@@ -19,8 +19,6 @@ from parallax.wire import Wire, row_bytes
 _WHOLE, _BY_ROWS = 1.1, 0.8
 """A whole gradient goes beside the backward and rows are waited for, so it may be a tenth larger.
 Back it goes only for a fifth fewer bytes: no table moves to and fro."""
-
-
 _TOGETHER = 0.9
 """Where links are not known: what neighbours ask together must be a tenth less than alone."""
 

@@ -2,7 +2,8 @@
 
 Every worker hears the same counts and decides alike. A table that is nearly dense, or tiny, becomes
 an ordinary parameter; one that was and is touched less becomes a table again. Rows and the
-optimizer's state move with it between two steps, so the result stays exact.
+optimizer's state move with it between two steps, so the result stays exact. Workers of a host that
+hardly want the same rows stop asking together.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class Replanner:
         self._plan = plan
         self._neighbours = neighbours
         self._move = move
-        self._separate, self._may_separate = separate, may_separate
+        self._separate = separate
         """Have the workers of a host ask for themselves, for this reason."""
+        self._may_separate = may_separate
         self.cluster: Cluster | None = None
         """The links, if they are known; the same on all workers."""
         self._num_steps = 0

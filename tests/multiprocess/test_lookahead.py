@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.support.models import Squares
 from tests.support.workers import outcomes_of, run_on_hosts, run_workers
 
 ROWS, SAMPLES, BATCH = 60, 52, 12
@@ -44,6 +45,8 @@ class Script:
     weighs_late: bool = False
     second_table_from: int = 0
     has_unused_layer: bool = False
+    has_own_function: bool = False
+    """All rows of a table get a gradient, past its lookups."""
     optimizer: str = "Adagrad"
     lookahead: bool = True
     drop_last: bool = False
@@ -78,6 +81,8 @@ class Net(nn.Module):
         if self.num_steps >= self.script.second_table_from:
             tagged = self.tags(tags)
             found = found + self.marks(tags)
+        if self.script.has_own_function:
+            found = found + Squares.apply(self.words.weight)  # type: ignore[no-untyped-call]
         if self.script.draws:
             found = found * torch.rand(())
         if self.script.late_backward:  # torch refuses a backward through a weight that was stepped
@@ -243,6 +248,7 @@ SCRIPTS = {
     "a second table later": Script(second_table_from=4),
     "plain SGD": Script(optimizer="SGD"),
     "only whole batches": Script(drop_last=True),
+    "a function of its own": Script(has_own_function=True, ids="apart"),
     "read by a thread of its own": Script(reads_elsewhere=True, drop_last=True, batch_size=12),
     "switched off": Script(lookahead=False),
 }
@@ -250,6 +256,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("hosts", [(2,), (2, 1)])
+@pytest.mark.filterwarnings("ignore:table .* got a whole gradient")
 def test_the_result_is_that_of_one_process(
     name: str, hosts: tuple[int, ...], tmp_path: Path
 ) -> None:

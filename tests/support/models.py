@@ -98,7 +98,7 @@ _TABLES: dict[str, Callable[[], nn.Module]] = {
 Form = Callable[[Lookup, Tensor], tuple[Tensor, Tensor]]
 
 
-class _Squares(torch.autograd.Function):
+class Squares(torch.autograd.Function):
     """An operation of a script's own: no `__torch_function__` sees what is given to it."""
 
     @staticmethod
@@ -195,8 +195,8 @@ _FORMS: dict[str, Form] = {
     "squared": lambda m, ids: (m.table(ids).mean(1), (m.table.weight * m.table.weight).mean()),
     "copied": lambda m, ids: (m.table(ids).mean(1), _copied(m).pow(2).mean()),
     "returned": lambda m, ids: (m.table(ids).mean(1), _handed(m).norm() * 0.1),
-    "function": lambda m, ids: (m.table(ids).mean(1), _Squares.apply(m.table.weight)),  # type: ignore[no-untyped-call]
-    "bare-function": lambda m, ids: (m.weight[ids].mean(1), _Squares.apply(m.weight)),  # type: ignore[no-untyped-call]
+    "function": lambda m, ids: (m.table(ids).mean(1), Squares.apply(m.table.weight)),  # type: ignore[no-untyped-call]
+    "bare-function": lambda m, ids: (m.weight[ids].mean(1), Squares.apply(m.weight)),  # type: ignore[no-untyped-call]
     "function-only": lambda m, ids: (
         ids.to(m.weight.dtype) @ _First.apply(m.weight) / NUM_ROWS,
         _none(),
