@@ -185,8 +185,18 @@ class Backward:
         for i in chosen:
             push.parcels[i] = tables[i].rounded(push.parcels[i])
         found = complete_push(self._peers, operation, push, chosen)
+        self._count_nonfinite(found)
         for i, parcel in zip(chosen, found, strict=True):
             tables[i].receive(parcel)
+
+    def _count_nonfinite(self, parcels: list[Parcel]) -> None:
+        values = [parcel.values for parcel in parcels if parcel.values.numel()]
+        # A norm tells in the usual case that there is nothing to count.
+        if not values or bool(torch.stack(torch._foreach_norm(values, 1)).isfinite().all()):
+            return
+        for parcel in parcels:
+            bad = (~parcel.values.isfinite()).reshape(len(parcel.values), -1).any(1)
+            self._peers.ledger.add(parcel.name, nonfinite_rows=int(bad.sum()))
 
     def _dense_rows(self, parcels: list[Parcel], used: set[str]) -> dict[str, Tensor | None]:
         """Row gradients of tables that were used whole join their dense gradient."""

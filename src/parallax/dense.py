@@ -51,7 +51,6 @@ class DenseRoute:
         self._order = order  # the same on every worker, whenever a parameter was adopted
         self._strays: set[str] = set()
         self._handles: dict[str, list[Any]] = {}
-        self._names: dict[int, str] = {}
         self._fired: set[str] = set()
         self._reduced: list[str] = []
         self._engine: DistributedDataParallel | None = None
@@ -60,23 +59,20 @@ class DenseRoute:
         if group is not None and sums is not None:
             self._directs = DirectSums(group, sums, peers.num_workers)
         self._summed: list[Future[None]] = []
-        self._sizes: dict[str, int] = {}
         self._completing = False
 
     def adopt(self, name: str, parameter: nn.Parameter, *, stray: bool = False) -> None:
         """Take a parameter in. A stray is not in the reducer before the next step."""
         self.parameters[name] = parameter
-        self._names[id(parameter)] = name
         if stray:
             self._strays.add(name)
         self._hook(name, parameter)
 
     def release(self, name: str) -> None:
         """Let a parameter go that has become a table."""
-        parameter = self.parameters.pop(name)
+        del self.parameters[name]
         self._strays.discard(name)
         self._unhook(name)
-        del self._names[id(parameter)]
         # Its gradients are not the reducer's any more, from the next backward's very beginning.
         self._drop_engine()
 
@@ -123,16 +119,14 @@ class DenseRoute:
         """Wait for the all-reduces of this backward."""
         works, self._works = self._works, []
         summed, self._summed = self._summed, []
-        sizes, self._sizes = self._sizes, {}
         start = time.perf_counter()
         with self._peers.waiting(f"the all-reduce of dense gradients in step {self._peers.step}"):
             for work in works:
                 self._peers.wait(work)
             for each in summed:
                 each.result()
-        seconds = (time.perf_counter() - start) / max(sum(sizes.values()), 1)
-        for name, size_bytes in sizes.items():
-            self._peers.ledger.add(name, seconds=seconds * size_bytes)
+        if self._engine is not None:
+            self._book(self._reduced, time.perf_counter() - start)
 
     def forget(self, names: list[str]) -> None:
         """Parameters that have no gradient on any worker have none here either."""
@@ -155,8 +149,8 @@ class DenseRoute:
             for name in strays:
                 gradient = self.parameters[name].grad
                 assert gradient is not None
-                self._book(name, gradient)
                 self._peers.wait(self._average(gradient))
+        self._book(strays, 0.0)
 
     # Inside -------------------------------------------------------------------------------
 
@@ -214,8 +208,6 @@ class DenseRoute:
         self._reduced = []
 
     def _reduce_bucket(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            self._book(self._names[id(parameter)], gradient)
         values = bucket.buffer()
         if self._directs is not None and is_small(values):
             done, summed = self._directs.start(values.div_(self._peers.num_workers))
@@ -232,8 +224,12 @@ class DenseRoute:
         values.div_(self._peers.num_workers)
         return dist.all_reduce(values, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
-    def _book(self, name: str, gradient: Tensor) -> None:
-        size_bytes = gradient.numel() * gradient.element_size()
-        self._sizes[name] = size_bytes
-        sent = cost.allreduce_bytes(size_bytes, self._peers.num_workers)
-        self._peers.ledger.add(name, sent_bytes=sent, received_bytes=sent)
+    def _book(self, names: list[str], seconds: float) -> None:
+        """These have been reduced, which was waited for so long."""
+        sizes = [self.parameters[name].nbytes for name in names]
+        seconds /= max(sum(sizes), 1)
+        for name, size_bytes in zip(names, sizes, strict=True):
+            sent = cost.allreduce_bytes(size_bytes, self._peers.num_workers)
+            self._peers.ledger.add(
+                name, sent_bytes=sent, received_bytes=sent, seconds=seconds * size_bytes
+            )

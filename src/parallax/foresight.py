@@ -244,11 +244,12 @@ class Foresight:
 
     def _ids(self, name: str, recipes: tuple[Recipe, ...], leaves: list[Tensor]) -> Tensor | None:
         """Of all lookups of a table in a batch; None if they cannot be told."""
+        shard = self._tables[name].shard
         parts = [recipe.ids(leaves) for recipe in recipes]
         known = [part.reshape(-1) for part in parts if part is not None]
-        if len(known) < len(parts) or self._tables[name].shard is None:
+        if len(known) < len(parts) or shard is None:
             return None
-        return torch.cat(known).to(self._tables[name].parameter.device)
+        return (known[0] if len(known) == 1 else torch.cat(known)).to(shard.device)
 
     def _requests(self, ids: Mapping[str, Tensor]) -> dict[str, Request]:
         maps = [self._tables[name].row_map for name in ids]

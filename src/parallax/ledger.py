@@ -97,7 +97,12 @@ class Ledger:
 
     def add(self, parameter: str, **amounts: float) -> None:
         """Write amounts (fields of `Entry`) to a parameter in the step that is under way."""
-        self._open.parameters.setdefault(parameter, Entry()).add(Entry(**amounts))
+        entry = self._open.parameters.get(parameter)
+        if entry is None:
+            self._open.parameters[parameter] = Entry(**amounts)
+            return
+        for name, amount in amounts.items():
+            setattr(entry, name, getattr(entry, name) + amount)
 
     def add_samples(self, number: float) -> None:
         self._open.samples += number

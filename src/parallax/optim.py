@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.planner import RowRule, Updater
+from parallax.shard import joined
 from parallax.sparse import TableRows
 
 _ELEMENTWISE = (
@@ -62,9 +63,8 @@ def _is_elementwise(kind: type[Optimizer]) -> bool:
     return any(step is inspect.unwrap(cls.step) for cls in _ELEMENTWISE)
 
 
-def check_rule(table: str, rule: RowRule, optimizer: Optimizer, group: dict[str, Any]) -> None:
+def check_rule(table: str, rule: RowRule, now: Updater) -> None:
     """Refuse an option, set since the plan was made, that touched rows alone cannot follow."""
-    now = updater_of(optimizer, group)
     if rule is RowRule.EXACT and now.rule is not RowRule.EXACT:
         raise ConfigError(
             f"table {table!r} was sharded because its optimizer left untouched rows alone, but now "
@@ -99,80 +99,147 @@ def refuse_closures(optimizer: Optimizer, num_workers: int) -> None:
 
 
 class RowStep:
-    """The tables of one optimizer, and their stand-ins while it steps."""
+    """The tables of one optimizer, and their stand-ins while it steps.
+
+    [Note: together] Small tables of a kind step as one parameter, because an optimizer's dozen of
+    operations on a few hundred rows take longer to call than to run. All of a kind have the same
+    row, options and state, down to the number of their steps, so each element is updated as alone.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._swapped: list[tuple[TableRows, dict[str, Any], int, nn.Parameter]] = []
+        self._stand_ins: list[_StandIn] = []
+        self._away: list[tuple[list[Any], int, nn.Parameter]] = []
+        """Group, place and table of what has been replaced."""
 
     def swap_in(self, tables: dict[int, TableRows]) -> None:
         """Put the touched rows of each table with a gradient in its place."""
-        self.swap_back()  # an exception in the last step may have left some there
         for group in self.optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
+            kinds: dict[object, list[tuple[int, TableRows]]] = {}
+            for place, parameter in enumerate(group["params"]):
                 table = tables.get(id(parameter))
                 if table is not None and table.received is not None:
-                    self._swap(table, group, index)
+                    kinds.setdefault(self._kind(table), []).append((place, table))
+            for members in kinds.values():
+                self._swap(group["params"], members)
 
+    @torch.no_grad()
     def swap_out(self) -> None:
         """Write the stepped rows and their state back."""
-        for table, _, _, rows in self._swapped:
-            self._scatter(table, rows)
-            table.updated()
+        for stand_in in self._stand_ins:
+            stand_in.scatter(self.optimizer.state)
         self.swap_back()
 
     def swap_back(self) -> None:
-        for table, group, index, rows in self._swapped:
-            group["params"][index] = table.parameter
-            self.optimizer.state.pop(rows, None)
-        self._swapped.clear()
+        for parameters, place, parameter in self._away:
+            parameters[place] = parameter
+        for stand_in in self._stand_ins:
+            self.optimizer.state.pop(stand_in.rows, None)
+        self._away.clear()
+        self._stand_ins.clear()
 
-    def _swap(self, table: TableRows, group: dict[str, Any], index: int) -> None:
+    def _swap(self, parameters: list[Any], members: list[tuple[int, TableRows]]) -> None:
+        stand_in = _StandIn([table for _, table in members], self.optimizer)
+        self._stand_ins.append(stand_in)
+        replacement = stand_in.rows
+        for place, table in members:
+            self._away.append((parameters, place, table.parameter))
+            parameters[place] = replacement
+            replacement = _NOTHING  # The others' rows are in the first one's place.
+
+    def _kind(self, table: TableRows) -> object:
+        """Tables of a kind can step together. See [Note: together]."""
         assert table.shard is not None
         assert table.received is not None
-        places = table.received.slots
-        rows = nn.Parameter(table.shard.index_select(0, places))
-        rows.grad = self._gradient(table.received.values)
-        state = self.optimizer.state.get(table.parameter)
-        if state:
-            self._place_state(table, state)
-            self.optimizer.state[rows] = {
-                key: value.index_select(0, places) if is_by_row(value, table.shard) else value
-                for key, value in state.items()
-            }
-        group["params"][index] = rows
-        self._swapped.append((table, group, index, rows))
-
-    def _gradient(self, values: Tensor) -> Tensor:
-        if not isinstance(self.optimizer, torch.optim.SparseAdam):
-            return values
-        places = torch.arange(len(values), device=values.device)[None]
-        return torch.sparse_coo_tensor(
-            places, values, values.shape, is_coalesced=True, check_invariants=False
-        )
-
-    @torch.no_grad()
-    def _scatter(self, table: TableRows, rows: nn.Parameter) -> None:
-        assert table.shard is not None
-        assert table.received is not None
-        places = table.received.slots
-        table.shard.index_copy_(0, places, rows.detach())
-        state = self.optimizer.state[table.parameter]
-        for key, value in self.optimizer.state.get(rows, {}).items():
-            if not is_by_row(value, rows):
-                state[key] = value
-                continue
-            if not isinstance(state.get(key), Tensor):
-                shape = (len(table.shard), *value.shape[1:])
-                state[key] = torch.zeros(shape, dtype=value.dtype, device=value.device)
-            state[key].index_copy_(0, places, value)
-
-    def _place_state(self, table: TableRows, state: dict[str, Any]) -> None:
-        """`optimizer.load_state_dict` may have brought the state of all rows."""
-        assert table.shard is not None
+        state = self.optimizer.state.get(table.parameter, {})
+        _place_state(table, state)
+        if table.received.values.nbytes > _MAX_TOGETHER_BYTES:
+            return table.name
+        kind: list[object] = [table.shard.dtype, table.shard.shape[1:], table.shard.device]
         for key, value in state.items():
-            if is_by_row(value, table.parameter) and value.shape != table.shard.shape:
-                state[key] = table.own_part(value)
+            if is_by_row(value, table.shard):
+                kind += [key, value.dtype]
+            elif isinstance(value, Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
+                return table.name  # To read it would make a GPU wait.
+            else:
+                kind += [key, float(value) if isinstance(value, Tensor) else value]
+        return tuple(kind)
+
+
+class _StandIn:
+    """A dense parameter that steps for the touched rows of some tables."""
+
+    def __init__(self, tables: list[TableRows], optimizer: Optimizer) -> None:
+        self._tables = tables
+        self._shards = [table.shard for table in tables if table.shard is not None]
+        received = [table.received for table in tables if table.received is not None]
+        self._places = [parcel.slots for parcel in received]
+        self._sizes = [places.size(0) for places in self._places]
+        self.rows = nn.Parameter(self._gathered(self._shards))
+        gradient = joined([parcel.values for parcel in received])
+        sparse = isinstance(optimizer, torch.optim.SparseAdam)
+        self.rows.grad = _as_sparse(gradient) if sparse else gradient
+        states = [optimizer.state.get(table.parameter, {}) for table in tables]
+        if states[0]:
+            optimizer.state[self.rows] = {
+                key: self._gathered([state[key] for state in states])
+                if is_by_row(value, self._shards[0])
+                else value
+                for key, value in states[0].items()
+            }
+
+    def scatter(self, states: dict[Any, dict[str, Any]]) -> None:
+        """Write its rows and its state to the tables'."""
+        self._put(self._shards, self.rows.detach())
+        own = [states[table.parameter] for table in self._tables]
+        for key, value in states.get(self.rows, {}).items():
+            if not is_by_row(value, self.rows):
+                for state in own:  # Each has its own, to count on if they part ways.
+                    state[key] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            for state, shard in zip(own, self._shards, strict=True):
+                if not isinstance(state.get(key), Tensor):
+                    state[key] = torch.zeros_like(shard, dtype=value.dtype)
+            self._put([state[key] for state in own], value)
+        for table in self._tables:
+            table.updated()
+
+    def _gathered(self, whole: list[Tensor]) -> Tensor:
+        """The touched rows of all tables."""
+        if len(whole) == 1:
+            return whole[0].index_select(0, self._places[0])
+        rows = whole[0].new_empty((sum(self._sizes), *whole[0].shape[1:]))
+        parts = rows.split_with_sizes(self._sizes)
+        for source, places, part in zip(whole, self._places, parts, strict=True):
+            torch.index_select(source, 0, places, out=part)
+        return rows
+
+    def _put(self, whole: list[Tensor], rows: Tensor) -> None:
+        parts = rows.split_with_sizes(self._sizes)
+        for target, places, part in zip(whole, self._places, parts, strict=True):
+            target.index_copy_(0, places, part)
+
+
+_NOTHING = nn.Parameter(torch.empty(0))
+"""In the place of tables whose rows step elsewhere: it has no gradient, so nothing happens."""
+
+_MAX_TOGETHER_BYTES = 2**20
+"""Of a table's touched rows. Larger ones gain nothing, and would push each other out of caches."""
+
+
+def _as_sparse(values: Tensor) -> Tensor:
+    places = torch.arange(len(values), device=values.device)[None]
+    return torch.sparse_coo_tensor(
+        places, values, values.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _place_state(table: TableRows, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict` may have brought the state of all rows."""
+    assert table.shard is not None
+    for key, value in state.items():
+        if not is_by_row(value, table.shard) and is_by_row(value, table.parameter):
+            state[key] = table.own_part(value)
 
 
 def is_by_row(value: object, like: Tensor) -> bool:

@@ -87,6 +87,7 @@ class Session:
         check_arguments(model, optimizers)
         _check_free(model)
         self.model = model
+        self._modules = list(model.modules())
         self.optimizers = optimizers
         self.config = config
         self.ledger = Ledger(config.ledger_steps)
@@ -470,6 +471,7 @@ class Session:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Called by torch before each `optimizer.step()`."""
+        self._row_steps[id(optimizer)].swap_back()  # An exception may have left stand-ins there.
         self._check_groups(optimizer)
         args, kwargs = _closure_run(args, kwargs)
         self._backward.catch_up(self._seen[id(optimizer)])
@@ -480,6 +482,7 @@ class Session:
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Groups and hyper-parameters are live: what they are now must still be exact."""
         for group in optimizer.param_groups:
+            updater = updater_of(optimizer, group)
             for parameter in group["params"]:
                 if id(parameter) not in self._owners:
                     raise ConfigError(
@@ -489,7 +492,7 @@ class Session:
                     )
                 table = self._tables_by_id.get(id(parameter))
                 if table is not None and not table.used_whole:
-                    check_rule(table.name, self._rules[table.name], optimizer, group)
+                    check_rule(table.name, self._rules[table.name], updater)
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -609,7 +612,8 @@ class Session:
 
     def _buffers(self) -> list[Tensor]:
         """As they are now: a module may have put another tensor in a buffer's place."""
-        return list(self.model.buffers())
+        found = [buffer for module in self._modules for buffer in module._buffers.values()]
+        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 
     def _updaters(self) -> dict[str, Updater]:
         absent = Updater("no optimizer", RowRule.ABSENT)

@@ -8,6 +8,7 @@ deduplicates ids and lays them out for the exchange.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,27 +65,52 @@ class RowMap:
         return whole[owner :: self.num_workers].clone(memory_format=torch.contiguous_format)
 
 
-def starts_of(maps: Sequence[RowMap]) -> Tensor:
-    """Where each table's slots begin, as if all tables were one."""
-    sizes = torch.tensor([row_map.span * row_map.num_workers for row_map in maps])
-    return sizes.cumsum(0) - sizes
+@dataclass(frozen=True)
+class Atlas:
+    """Several tables as if they were one: the slots of each begin where the last one's end."""
+
+    num_rows: Tensor
+    spans: Tensor
+    starts: Tensor
+    """By table: its first slot."""
+    bounds: Tensor
+    """By table and owner: the owner's first slot."""
+
+    @staticmethod
+    def of(maps: Sequence[RowMap]) -> Atlas:
+        return _atlas(tuple(maps))
+
+    def keys(self, slots: Sequence[Tensor]) -> Tensor:
+        """The tables' slots, in one row."""
+        joined = torch.cat(list(slots))
+        if len(slots) == 1:
+            return joined
+        return joined + spread(self.starts, [each.size(0) for each in slots], joined.device)
+
+
+@functools.lru_cache(maxsize=32)
+def _atlas(maps: tuple[RowMap, ...]) -> Atlas:
+    """Made once: the same tables are met in every step."""
+    spans = torch.tensor([row_map.span for row_map in maps])
+    sizes = spans * maps[0].num_workers
+    starts = sizes.cumsum(0) - sizes
+    bounds = starts[:, None] + spans[:, None] * torch.arange(maps[0].num_workers)
+    return Atlas(torch.tensor([row_map.num_rows for row_map in maps]), spans, starts, bounds)
+
+
+def spread(values: Tensor, sizes: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """Each value as many times as `sizes` says."""
+    sizes = sizes if isinstance(sizes, Tensor) else torch.tensor(sizes)
+    return torch.repeat_interleave(values, sizes).to(device)
 
 
 def laid_out(maps: Sequence[RowMap], slots: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Of several tables' sorted slots: how many each owner has, and their places, by table."""
-    joined = torch.cat(list(slots))
-    sizes = torch.tensor([len(each) for each in slots])
-    spans = torch.tensor([row_map.span for row_map in maps])
-    num_workers = maps[0].num_workers
-    starts = starts_of(maps)
-    bounds = (starts[:, None] + spans[:, None] * torch.arange(num_workers)).flatten()
-    keys, span = joined, spans
-    if len(maps) > 1:
-        keys = joined + torch.repeat_interleave(starts, sizes).to(joined.device)
-        span = torch.repeat_interleave(spans, sizes)
-    edges = torch.searchsorted(keys, bounds.to(joined.device)).cpu()
-    counts = torch.diff(edges, append=edges.new_tensor([len(joined)]))
-    return counts.reshape(len(maps), num_workers), joined % span.to(joined.device)
+    atlas = Atlas.of(maps)
+    keys, bounds = atlas.keys(slots), atlas.bounds.flatten()
+    edges = torch.searchsorted(keys, bounds.to(keys.device)).cpu()
+    counts = torch.diff(edges, append=edges.new_tensor([len(keys)]))
+    return counts.reshape(atlas.bounds.shape), keys - spread(bounds, counts, keys.device)
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,18 @@ class Merge:
         flat = values.reshape(len(values), -1)
         summed, *_ = torch.embedding_bag(flat, self.order, self.starts, False, 0, False, weights)
         return summed.reshape(total.shape)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one tensor, which is a view if they lie beside each other."""
+    first, end = parts[0], parts[0].storage_offset()
+    for part in parts:
+        is_next = part.is_contiguous() and part.storage_offset() == end
+        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(parts))
+        end += part.numel()
+    flat = first.as_strided((end - first.storage_offset(),), (1,))
+    return flat.reshape(sum(part.size(0) for part in parts), *first.shape[1:])
 
 
 def merged(slots: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

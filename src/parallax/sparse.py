@@ -101,7 +101,7 @@ class TableRows:
     def lookup(
         self, ids: Tensor, *, padding: int | None = None, wraps: bool = False
     ) -> tuple[Tensor, Tensor, int | None]:
-        trains = torch.is_grad_enabled() and self.parameter.requires_grad
+        trains = torch.is_grad_enabled() and self._needs_gradient()
         guessed = self._guessed(ids) if trains else None
         if guessed is not None:
             request, rows = guessed
@@ -334,7 +334,6 @@ class TableRows:
     def receive(self, parcel: Parcel) -> None:
         """Add what the push brought to what this owner has."""
         self.has_gradient = True
-        self._count_nonfinite(parcel.values)
         if self.received is not None:
             slots, values = merged(
                 [self.received.slots, parcel.slots], [self.received.values, parcel.values]
@@ -420,6 +419,10 @@ class TableRows:
         self._foreseen, self._guess = False, None
 
     # Inside -------------------------------------------------------------------------------
+
+    def _needs_gradient(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.requires_grad
 
     def _check_home(self) -> None:
         """See that all gradients are with their owners, where each reduction brings them."""
@@ -548,12 +551,6 @@ class TableRows:
             return None
         found = (slots == self.row_map.slot(row)).nonzero()
         return int(found) if len(found) else None
-
-    def _count_nonfinite(self, values: Tensor) -> None:
-        # One sum tells in the usual case that there is nothing to count.
-        if values.numel() and not bool(values.sum().isfinite()):
-            bad = int((~values.isfinite()).reshape(len(values), -1).any(1).sum())
-            self._peers.ledger.add(self.name, nonfinite_rows=bad)
 
 
 def norm_of_power(power: Tensor, order: float) -> Tensor:

@@ -53,6 +53,63 @@ def test_groups_and_separate_optimizers(how: str) -> None:
     assert_same(found, model.state_dict(), torch.float64)
 
 
+class Alike(nn.Module):
+    """Tables of one shape, which part ways: some have no part in some batches."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tables = nn.ModuleList(nn.Embedding(20, 4, sparse=sparse) for _ in range(3))
+
+    def forward(self, number: int, ids: Tensor) -> Tensor:
+        used = [i for i in range(3) if (i != 1 or number % 2) and (i, number) != (2, 5)]
+        return torch.stack([self.tables[i](ids * (i + 1) % 20).tanh() for i in used]).mean()
+
+
+_STEPPED: dict[str, Any] = {
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.5, lr_decay=0.3),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(list(p), lr=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.5),
+}
+
+
+def alike(kind: str, workers: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Train, with a step that fails; the tables, and how many steps each has had."""
+    import parallax
+
+    model = Alike(kind == "SparseAdam").double()
+    optimizer = _STEPPED[kind](model.parameters())
+    session = parallax.parallelize(model, optimizer) if workers > 1 else None
+    generator = torch.Generator().manual_seed(1)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in range(7):
+        ids = torch.randint(20, (8,), generator=generator)
+        if session is not None:
+            ids = ids[session.rank :: workers]
+        model(number, ids).backward()
+        if number == 4:
+            handle = optimizer.register_step_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = [float(optimizer.state[t.weight].get("step", 0)) for t in model.tables]
+    return (model if session is None else session).state_dict(), steps
+
+
+@pytest.mark.parametrize("kind", _STEPPED)
+def test_tables_of_a_kind_step_as_each_alone(kind: str) -> None:
+    expected, steps = alike(kind, 1)
+    for found, found_steps in run_workers(alike, 2, kind, 2)[:1]:
+        assert_same(found, expected, torch.float64)
+        assert found_steps == steps
+    assert kind == "SGD" or steps == [7, 3, 6]
+
+
 def autocast(together: bool) -> dict[str, Tensor]:
     import parallax
 

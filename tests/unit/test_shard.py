@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallax.exchange.request import Request
-from parallax.shard import Merge, RowMap, laid_out, merged, regrouped
+from parallax.shard import Merge, RowMap, joined, laid_out, merged, regrouped
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 12, 13])
@@ -45,6 +45,23 @@ def test_several_tables_are_laid_out_as_each_alone() -> None:
         each = list(zip(maps[chosen], slots[chosen], strict=True))
         assert counts.tolist() == [m.counts(s) for m, s in each]
         assert places.tolist() == torch.cat([m.places(s) for m, s in each]).tolist()
+
+
+def test_parts_are_joined_without_a_copy_where_they_lie_together() -> None:
+    whole = torch.arange(24.0).reshape(6, 2, 2)
+    for cuts, is_view in (
+        ([whole[1:3], whole[3:4], whole[4:4], whole[4:]], True),
+        ([whole[2:3]], True),
+        ([whole[1:3], whole[4:]], False),
+        ([whole[3:], whole[:3]], False),
+        ([whole[1:3], whole[3:4].clone()], False),
+        ([whole[::2], whole[1::2]], False),
+        ([whole.transpose(1, 2)], False),
+    ):
+        found = joined(cuts)
+        assert torch.equal(found, torch.cat(cuts))
+        first = whole.untyped_storage().data_ptr()
+        assert (found.untyped_storage().data_ptr() == first) == is_view
 
 
 def test_requests_of_several_tables_are_those_of_each() -> None:

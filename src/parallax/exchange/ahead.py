@@ -286,15 +286,15 @@ class Ahead:
         wanted, served = (
             (counts.sum(1) - counts[:, rank]).tolist() for counts in (whole.received, whole.sent)
         )
-        late = self._late.received.sum(1).tolist()
+        late, sizes = self._late.received.sum(1).tolist(), whole.received.sum(1).tolist()
         for i, demand in enumerate(self._demands):
             size_bytes = row_bytes(demand.rows, self._peers.wire)
             ledger.add(
                 demand.stock.name,
                 sent_bytes=cost.pull_bytes(wanted[i], served[i], size_bytes),
                 received_bytes=cost.pull_bytes(served[i], wanted[i], size_bytes),
-                asked_rows=len(demand.slots),
-                early_rows=len(demand.slots) - late[i],
+                asked_rows=sizes[i],
+                early_rows=sizes[i] - late[i],
                 seconds=seconds / len(self._demands),
             )
 

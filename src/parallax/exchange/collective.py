@@ -101,10 +101,9 @@ def complete_push(
     start = time.perf_counter()
     with peers.waiting(operation):
         bring = Bring(peers, push, chosen)
-    _book_push(peers, push, chosen, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
     found = bring.summed(1 / peers.num_workers)
-    for parcel in found:
-        peers.ledger.add(parcel.name, updated_rows=len(parcel.slots))
+    _book_push(peers, push, chosen, seconds, [parcel.slots.size(0) for parcel in found])
     return found
 
 
@@ -183,7 +182,9 @@ def _book_pull(
     )
 
 
-def _book_push(peers: Peers, push: Push, chosen: Sequence[int], seconds: float) -> None:
+def _book_push(
+    peers: Peers, push: Push, chosen: Sequence[int], seconds: float, updated: Sequence[int]
+) -> None:
     parcels = [push.parcels[i] for i in chosen]
     away, here = (
         (counts.sum(1) - counts[:, peers.rank])[list(chosen)].tolist()
@@ -191,10 +192,12 @@ def _book_push(peers: Peers, push: Push, chosen: Sequence[int], seconds: float) 
     )
     sizes = [row_bytes(parcel.values, peers.wire) for parcel in parcels]
     moved = [(a + h) * size for a, h, size in zip(away, here, sizes, strict=True)]
+    total = max(sum(moved), 1)
     for i, parcel in enumerate(parcels):
         peers.ledger.add(
             parcel.name,
             sent_bytes=cost.push_bytes(away[i], sizes[i]),
             received_bytes=cost.push_bytes(here[i], sizes[i]),
-            seconds=seconds * moved[i] / max(sum(moved), 1),
+            seconds=seconds * moved[i] / total,
+            updated_rows=updated[i],
         )

@@ -24,7 +24,7 @@ from parallax.exchange.header import Answer, Operation, Verb
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Shipment
 from parallax.hosts import Hosts
-from parallax.shard import RowMap, regrouped, starts_of
+from parallax.shard import Atlas, RowMap, regrouped
 
 MAX_SLOTS = 2**31
 """Slots travel as 32 bits here."""
@@ -146,7 +146,7 @@ class _Joined(Errand):
         self._inside = inside
         self._told = told
         device = told.slots.device
-        starts = starts_of(maps).to(device)
+        starts = Atlas.of(maps).starts.to(device)
         by_table = told.slots[regrouped(told.received).to(device)]
         sizes = told.received.sum(1)
         tables = torch.repeat_interleave(sizes).to(device)

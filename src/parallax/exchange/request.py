@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallax.exchange.header import Fault
-from parallax.shard import RowMap, starts_of
+from parallax.shard import Atlas, RowMap, spread
 
 
 @dataclass(frozen=True)
@@ -46,28 +46,26 @@ class Request:
     @staticmethod
     def of_all(ids: Sequence[Tensor], maps: Sequence[RowMap]) -> list[Request] | None:
         """Of several tables at once; None if something is wrong with some of them."""
-        sizes = torch.tensor([len(each) for each in ids])
         joined = torch.cat(list(ids))
         if joined.dtype not in (torch.int64, torch.int32, torch.int16):
             return None
         joined = joined.long()
-        num_workers = maps[0].num_workers
-        told = torch.tensor([[m.num_rows, m.span] for m in maps])
-        begins = starts_of(maps)
-        facts = torch.repeat_interleave(torch.column_stack([told, begins]), sizes, 0)
-        limits, spans, starts = facts.to(joined.device).unbind(1)
-        if bool(((joined < 0) | (joined >= limits)).any()):
+        sizes, device = [each.size(0) for each in ids], joined.device
+        atlas, num_workers = Atlas.of(maps), maps[0].num_workers
+        is_wrong = (joined < 0) | (joined >= spread(atlas.num_rows, sizes, device))
+        if bool(is_wrong.any()):
             return None
-        places = torch.div(joined, num_workers, rounding_mode="floor")
-        keys, inverse = torch.unique(
-            joined % num_workers * spans + places + starts, return_inverse=True
-        )
-        edges = torch.searchsorted(keys, begins.to(keys.device)).tolist()
-        pieces = inverse.split_with_sizes(sizes.tolist())
+        owners = joined % num_workers
+        slots = owners * spread(atlas.spans, sizes, device)
+        slots += torch.div(joined - owners, num_workers, rounding_mode="trunc")
+        slots += spread(atlas.starts, sizes, device)
+        keys, inverse = torch.unique(slots, return_inverse=True)
+        edges = torch.searchsorted(keys, atlas.starts.to(device)).tolist()
+        pieces = inverse.split_with_sizes(sizes)
         return [
             Request(keys[low:high] - begin, piece - low)
             for low, high, begin, piece in zip(
-                edges, [*edges[1:], len(keys)], begins.tolist(), pieces, strict=True
+                edges, [*edges[1:], len(keys)], atlas.starts.tolist(), pieces, strict=True
             )
         ]
 
@@ -87,11 +85,9 @@ class Guess:
 
     def answer(self, ids: object) -> Request | None:
         """What these ids ask for, if they are the ones."""
-        if not isinstance(ids, Tensor) or ids.dtype != self.ids.dtype:
+        if not isinstance(ids, Tensor) or ids.dtype is not self.ids.dtype:
             return None
-        if ids.device != self.ids.device or ids.numel() != len(self.ids):
-            return None
-        if not torch.equal(ids.reshape(-1), self.ids):
+        if ids.device != self.ids.device or not torch.equal(ids.reshape(-1), self.ids):
             return None
         return Request(self.request.slots, self.request.places.reshape(ids.shape))
 

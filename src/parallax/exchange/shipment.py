@@ -84,7 +84,8 @@ class Shipment:
         elif len(members) > 1:
             packed = torch.cat(pieces)
         sent, received = (
-            (widths @ counts[members]).tolist() for counts in (self._sent, self._received)
+            (widths[:, None] * counts[members]).sum(0).tolist()
+            for counts in (self._sent, self._received)
         )
         return groups, *self._peers.start_exchange(packed, sent, received, lane)
 
