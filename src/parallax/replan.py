@@ -3,18 +3,20 @@
 Every worker hears the same counts and decides alike. A table that is nearly dense, or tiny, becomes
 an ordinary parameter; one that was and is touched less becomes a table again. Rows and the
 optimizer's state move with it between two steps, so the result stays exact. Workers of a host that
-hardly want the same rows stop asking together.
+hardly want the same rows stop asking together. Links that seem to have changed are measured again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
 from parallax.cost import ID_BYTES, Cluster, Touched
+from parallax.drift import Drift, Pace, of_links
 from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.ledger import Entry
@@ -26,8 +28,23 @@ _FIRST_STEPS, _MAX_STEPS = 5, 100
 """Looked at after the first few steps, then after four times as many, at last every hundred."""
 
 
+@dataclass(frozen=True)
+class Decisions:
+    """What the session does when a plan changes; each on all workers together."""
+
+    move: Callable[[TableRows, Route, str], None]
+    merge: Callable[[bool, str], None]
+    """Have the workers of a host ask together, or each for itself; why."""
+    tell: Callable[[str], None]
+    """Something has changed that decides nothing by itself."""
+    measure: Callable[[], Cluster | None]
+    """Measure the links."""
+    adopt: Callable[[Cluster], None]
+    """Count with these links from now on."""
+
+
 class Replanner:
-    """Looks at the tables that may move now and then."""
+    """Looks at the tables that may move now and then, and at what was measured."""
 
     def __init__(
         self,
@@ -35,8 +52,7 @@ class Replanner:
         tables: Mapping[str, TableRows],
         neighbours: Neighbours,
         plan: Callable[[], Plan],
-        move: Callable[[TableRows, Route, str], None],
-        separate: Callable[[str], None],
+        decisions: Decisions,
         *,
         may_separate: bool,
     ) -> None:
@@ -45,9 +61,7 @@ class Replanner:
         """Those that may move."""
         self._plan = plan
         self._neighbours = neighbours
-        self._move = move
-        self._separate = separate
-        """Have the workers of a host ask for themselves, for this reason."""
+        self._decisions = decisions
         self._may_separate = may_separate
         self.cluster: Cluster | None = None
         """The links, if they are known; the same on all workers."""
@@ -56,6 +70,9 @@ class Replanner:
         self._seen: dict[str, tuple[float, float]] = {}
         self._growth: dict[str, float] = {}
         self._shared: dict[str, Tensor] = {}
+        self._asked: tuple[float, float, float] | None = None
+        """What was wanted and asked for when workers of a host last asked together."""
+        self._drift = Drift()
 
     def end_step(self) -> None:
         """All optimizers have stepped, on all workers."""
@@ -63,25 +80,54 @@ class Replanner:
         if self._peers.num_workers == 1 or self._num_steps < self._next:
             return
         steps, self._num_steps = self._num_steps, 0
+        is_first = self._next == _FIRST_STEPS
         self._next = min(4 * self._next, _MAX_STEPS)
+        if not is_first:  # The very first steps are like no others.
+            self._look_for_drift(steps)
         if self._tables:
             self._move_tables(steps)
         if self._neighbours.is_on and self._may_separate:
             self._look_at_neighbours(steps)
 
+    def _look_for_drift(self, num_steps: int) -> None:
+        """See [Note: drift]."""
+        mine = Pace.of(list(self._peers.ledger.steps)[-num_steps:])
+        told = self._peers.gather(
+            torch.tensor(astuple(mine), dtype=torch.float64),
+            f"telling how fast steps are in step {self._peers.step}",
+        )
+        paces = [Pace(*each.tolist()) for each in told]
+        for what in self._drift.of_workers(paces):
+            self._decisions.tell(what)
+        if self.cluster is not None and self._drift.of_waits(paces):
+            self._measure_links(self.cluster)
+
+    def _measure_links(self, known: Cluster) -> None:
+        now = self._decisions.measure()
+        change = None if now is None else of_links(known, now)
+        if now is None or change is None:
+            return
+        self.cluster = now
+        self._decisions.tell(change)
+        self._decisions.adopt(now)
+        is_apart = self._asked is not None and not self._neighbours.is_on
+        if self._asked is not None and is_apart and better_alone(*self._asked, now) is None:
+            self._decisions.merge(True, change)
+
     def _move_tables(self, num_steps: int) -> None:
         for name, rows in self._touched(num_steps).items():
             better = better_route(self._plan()[name], rows, self._peers.num_workers)
             if better is not None:
-                self._move(self._tables[name], *better)
+                self._decisions.move(self._tables[name], *better)
 
     def _look_at_neighbours(self, num_steps: int) -> None:
         where = f"looking at what hosts share in step {self._peers.step}"
         told = torch.stack(self._peers.gather(self._moved(), where)).mean(0) / num_steps
         wanted, exact, asked = told.tolist()
+        self._asked = (wanted, exact, asked)
         why = better_alone(wanted, exact, asked, self.cluster)
         if why is not None:
-            self._separate(why)
+            self._decisions.merge(False, why)
 
     def _moved(self) -> Tensor:
         """Bytes since the last time: wanted here, as they travel and as they are; asked for."""

@@ -22,6 +22,7 @@ from parallax.backward import REDUCTION, Backward, Weight
 from parallax.clip import clip_norm
 from parallax.cluster import find_place, link_rate, resume_dir, use_interface
 from parallax.config import Config
+from parallax.cost import Cluster
 from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
@@ -50,7 +51,7 @@ from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route
 from parallax.planner import RowRule, Updater, make_plan
 from parallax.progress import Progress
-from parallax.replan import Replanner
+from parallax.replan import Decisions, Replanner
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
 from parallax.watch import Watch
@@ -419,8 +420,7 @@ class Session:
             self._movable,
             self._neighbours,
             lambda: self._plan,
-            self._move,
-            self._separate,
+            Decisions(self._move, self._merge, self._tell, self._measure, self._adopt),
             may_separate=self.config.replan,
         )
         self._replanner.cluster = self._watch.cluster
@@ -558,11 +558,23 @@ class Session:
         self._shard_state(table)
         self._reroute(table.name, route, why)
 
-    def _separate(self, why: str) -> None:
-        """The steps have shown that the workers of a host hardly want the same rows."""
-        self._neighbours.is_on = False
-        self._plan = replace(self._plan, num_hosts=None)
-        self._watch.plan(self._plan, self.step, f"workers ask each for itself: {why}")
+    def _merge(self, together: bool, why: str) -> None:
+        """The steps have shown how much the rows are the same that workers of a host want."""
+        self._neighbours.is_on = together
+        self._plan = replace(self._plan, num_hosts=len(self.hosts) if together else None)
+        how = "workers of a host ask together" if together else "workers ask each for itself"
+        self._watch.plan(self._plan, self.step, f"{how}: {why}")
+
+    def _tell(self, what: str) -> None:
+        self._watch.note(self.step, what)
+        if self.rank == 0:
+            _log.warning("step %d: %s", self.step, what)
+
+    def _measure(self) -> Cluster | None:
+        return links.measure(self._peers, self.hosts, self._device(), None)
+
+    def _adopt(self, cluster: Cluster) -> None:
+        self._watch.cluster = cluster
 
     def _reroute(self, name: str, route: Route, why: str) -> None:
         self._plan = self._plan.routed(name, route, why)

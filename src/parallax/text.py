@@ -15,6 +15,12 @@ def size(size_bytes: float | None) -> str:
     raise AssertionError("unreachable")
 
 
+def rate(bytes_per_second: float) -> str:
+    """Of a link, as they are sold."""
+    bits = 8 * bytes_per_second
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table under its first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]

@@ -72,6 +72,10 @@ class Watch:
         if self._journal.is_open:
             self._journal.write("plan", step=step, why=why, plan=json.loads(plan.to_json()))
 
+    def note(self, step: int, why: str) -> None:
+        """Something has changed that a plan may follow from."""
+        self._journal.write("note", step=step, why=why)
+
     def end_step(self) -> None:
         self._num_steps += 1
         if self._journal.is_open and time.monotonic() - self._written >= _LINE_SECONDS:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import parallax
 from benchmarks.testbed import Testbed
+from tests.support.beds import run_on_bed
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -21,8 +18,6 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCE = Path(parallax.__file__).resolve().parents[1]
 WIDTH, STEPS, FIRST = 128, 8, 2
 
 TRAIN = f"""
@@ -79,7 +74,8 @@ def test_a_link_carries_each_row_of_a_host_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     with Testbed(2, ssh="off") as bed:
-        workers = [start(bed, script, rank, tmp_path) for rank in range(4)]
+        folder = str(tmp_path)
+        workers = run_on_bed(bed, script, bed.interface, folder, per_host=2, log=tmp_path / "log")
         for worker in workers:
             assert worker.wait(90) == 0, (tmp_path / "log").read_text()
     ids = [torch.load(tmp_path / f"ids-{rank}.pt") for rank in range(4)]
@@ -101,25 +97,3 @@ def test_a_link_carries_each_row_of_a_host_once(tmp_path: Path) -> None:
 def away_from(ranks: tuple[int, ...]):
     """How many rows of some have owners on another host."""
     return lambda rows: int((~torch.isin(rows % 4, torch.tensor(ranks))).sum())
-
-
-def start(bed: Testbed, script: Path, rank: int, folder: Path) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": str(rank),
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": str(rank % 2),
-        "MASTER_ADDR": bed.hosts[0].address,
-        "MASTER_PORT": "29400",
-        "GLOO_SOCKET_IFNAME": bed.interface,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{SOURCE}{os.pathsep}{ROOT}",
-    }
-    with (folder / "log").open("a") as log:
-        return bed.popen(
-            [sys.executable, str(script), bed.interface, str(folder)],
-            bed.hosts[rank // 2],
-            env={**os.environ, **environment},
-            stdout=log,
-            stderr=log,
-            text=True,
-        )

@@ -13,9 +13,10 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "variables errors text wire config init nn cluster hosts beacon analysis cost ledger forecast "
-    "plan planner journal table gradient shard exchange watch residue sparse replan recipe "
-    "foresight dense backward clip guard optim ownership placement data checkpoint progress session"
+    "variables errors text wire config init nn cluster hosts beacon analysis cost ledger drift "
+    "forecast plan planner journal table gradient shard exchange watch residue sparse replan "
+    "recipe foresight dense backward clip guard optim ownership placement data checkpoint "
+    "progress session"
 ).split()
 
 

@@ -14,7 +14,7 @@ from parallax.forecast import Architecture, Forecast, Work, scaling, work_of
 from parallax.journal import last_run, read
 from parallax.ledger import COUNTERS, Entry, Record
 from parallax.plan import Plan
-from parallax.text import in_columns
+from parallax.text import in_columns, rate
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _BAR = 40
@@ -34,11 +34,12 @@ class Run:
     def of(folder: str) -> Run:
         events = last_run(read(folder))
         plans = [event for event in events if event["kind"] == "plan"]
+        changes = [event for event in events if event["kind"] in ("plan", "note")]
         if not plans:
             raise ConfigError(f"{folder!r} has no plan yet: its run ended before it began")
         return Run(
             Plan.from_json(json.dumps(plans[-1]["plan"])),
-            tuple(f"step {event['step']}: {event['why']}" for event in plans),
+            tuple(f"step {event['step']}: {event['why']}" for event in changes),
             _mean([event for event in events if event["kind"] == "steps"]),
             _cluster(events),
         )
@@ -195,6 +196,4 @@ def _bars(found: dict[Architecture, list[Forecast]]) -> list[str]:
 
 
 def _link(name: str, link: Link) -> str:
-    rate = link.bytes_per_second * 8
-    told = f"{rate / 1e9:.1f} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.0f} Mbit/s"
-    return f"{name}: {told}, {1e6 * link.latency_seconds:.0f} µs"
+    return f"{name}: {rate(link.bytes_per_second)}, {1e6 * link.latency_seconds:.0f} µs"

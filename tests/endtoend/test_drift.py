@@ -1,0 +1,72 @@
+"""A link is made slower while a training runs, and a worker becomes slower: the run tells."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed import Testbed
+from parallax.journal import read
+from tests.support.beds import run_on_bed
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        Testbed.missing() is not None, reason=f"no test bed here: {Testbed.missing()}"
+    ),
+]
+
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch
+from torch import nn
+import parallax
+
+folder = Path(sys.argv[1])
+model = nn.Embedding(20_000, 128)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = parallax.parallelize(model, optimizer, run_dir=str(folder / "run"))
+generator = torch.Generator().manual_seed(session.rank)
+for step in range(206):
+    if step == 26:
+        # Between two steps, and all stand still: what is seen before and after is of one kind.
+        session.state_dict()
+        (folder / f"waits-{session.rank}").touch()
+        while not (folder / "slow").exists():
+            time.sleep(0.01)
+    if step > 105 and session.rank == 1:
+        time.sleep(0.05)
+    optimizer.zero_grad()
+    model(torch.randint(20_000, (1000,), generator=generator)).square().mean().backward()
+    time.sleep(0.005)
+    optimizer.step()
+session.close()
+"""
+
+
+def test_what_has_changed_is_measured_again_and_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with Testbed(2, ssh="off") as bed:
+        for host in bed.hosts:
+            bed.shape(host, "400mbit")
+        workers = run_on_bed(bed, script, str(tmp_path), per_host=1, log=tmp_path / "log")
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("waits-*"))) < 2:
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        for host in bed.hosts:
+            bed.shape(host, "100mbit")
+        (tmp_path / "slow").touch()
+        for worker in workers:
+            assert worker.wait(90) == 0, (tmp_path / "log").read_text()
+    events = read(tmp_path / "run")
+    rates = [e["between"]["bytes_per_second"] * 8e-6 for e in events if e["kind"] == "cluster"]
+    assert rates[0] == pytest.approx(400, rel=0.2)
+    assert rates[-1] == pytest.approx(100, rel=0.2)
+    notes = [event["why"] for event in events if event["kind"] == "note"]
+    assert any(note.startswith("links between hosts carry") for note in notes), notes
+    assert any(note.startswith("worker 1 computes") for note in notes), notes

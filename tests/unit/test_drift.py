@@ -1,0 +1,58 @@
+"""What counts as a change of a worker's speed or of the links, and what is noise."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallax.cost import Cluster, Link
+from parallax.drift import Drift, Pace, of_links
+from parallax.ledger import Entry, Record
+
+
+def paces(compute: list[float], waiting: list[float]) -> list[Pace]:
+    return [Pace(c, w, 1e6) for c, w in zip(compute, waiting, strict=True)]
+
+
+def test_a_pace_is_that_of_the_median_step() -> None:
+    records = [
+        Record(step, seconds, header_seconds=0.1, parameters={"a": Entry(5, seconds=0.2)})
+        for step, seconds in enumerate((1.0, 1.1, 90.0))
+    ]
+    assert Pace.of(records) == Pace(pytest.approx(0.8), pytest.approx(0.3), 5)
+
+
+def test_a_worker_that_becomes_slower_is_told_once() -> None:
+    drift = Drift()
+    assert drift.of_workers(paces([0.1, 0.1, 0.2], [0, 0, 0])) == []
+    assert drift.of_workers(paces([0.12, 0.08, 0.25], [0, 0, 0])) == []
+    slower = drift.of_workers(paces([0.1, 0.19, 0.2], [0, 0, 0]))
+    assert slower == ["worker 1 computes 190.0 ms a step, 100.0 ms before"]
+    assert drift.of_workers(paces([0.1, 0.19, 0.2], [0, 0, 0])) == []
+    assert drift.of_workers(paces([0.1, 0.1, 0.2], [0, 0, 0])) == [
+        "worker 1 computes 100.0 ms a step, 190.0 ms before"
+    ]
+
+
+def test_links_are_suspected_when_even_the_last_worker_waits_otherwise() -> None:
+    drift = Drift()
+    assert not drift.of_waits(paces([0.1, 0.1], [0.1, 0.12]))
+    assert not drift.of_waits(paces([0.1, 0.5], [0.5, 0.1]))  # One waits for the other only.
+    assert drift.of_waits(paces([0.1, 0.1], [0.3, 0.25]))
+    assert not drift.of_waits(paces([0.1, 0.1], [0.3, 0.25]))
+    assert drift.of_waits(paces([0.1, 0.1], [0.1, 0.12]))
+    # What is nearly nothing of a step is not worth a measurement.
+    assert not drift.of_waits(paces([9.0, 9.0], [0.01, 0.01]))
+    assert not Drift().of_waits([Pace(0.1, 0.0, 0.0)])
+
+
+def test_links_that_carry_otherwise_are_named() -> None:
+    def cluster(between: float, within: float) -> Cluster:
+        return Cluster(2, 2, Link(between, 1e-4), Link(within, 1e-5))
+
+    assert of_links(cluster(25e6, 1e9), cluster(24e6, 1.1e9)) is None
+    assert of_links(cluster(25e6, 1e9), cluster(12e6, 1.1e9)) == (
+        "links between hosts carry 96 Mbit/s, 200 Mbit/s before"
+    )
+    assert of_links(cluster(25e6, 1e9), cluster(25e6, 2e9)) == (
+        "links inside hosts carry 16.0 Gbit/s, 8.0 Gbit/s before"
+    )
