@@ -59,6 +59,12 @@ class Cluster:
     within: Link
     """The memory of a host, by which its workers reach each other."""
 
+    @staticmethod
+    def unmeasured(num_hosts: int, workers_per_host: int) -> Cluster:
+        """Of which bytes can be told, and no seconds."""
+        unknown = Link(math.nan, math.nan)
+        return Cluster(num_hosts, workers_per_host, unknown, unknown)
+
     @property
     def num_workers(self) -> int:
         return self.num_hosts * self.workers_per_host
@@ -112,6 +118,10 @@ class Traffic:
 
     def __mul__(self, share: float) -> Traffic:
         return Traffic(self.worker_bytes * share, self.link_bytes * share, self.turns)
+
+    def limiting_bytes(self, cluster: Cluster) -> float:
+        """Over what limits this cluster: a host's link, or the memory of the only one."""
+        return self.link_bytes if cluster.num_hosts > 1 else self.worker_bytes
 
     def wire_seconds(self, cluster: Cluster) -> float:
         """Without the latency of its turns."""

@@ -166,12 +166,9 @@ def _joined(
 
 
 def _is_better_whole(table: Table, cluster: Cluster, merges: bool) -> bool:
-    """Whether it moves less over what limits this cluster: links, or a host's memory."""
     whole = cost.all_reduced(table.size_bytes, cluster)
     rows = cost.sharded(table.touched, table.row_bytes, cluster, merges=merges)
-    if cluster.num_hosts > 1:
-        return whole.link_bytes < rows.link_bytes
-    return whole.worker_bytes < rows.worker_bytes
+    return whole.limiting_bytes(cluster) < rows.limiting_bytes(cluster)
 
 
 def _sharded(table: Table, cluster: Cluster, merges: bool) -> tuple[Traffic, Traffic]:

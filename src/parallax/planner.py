@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from parallax import cost
 from parallax.analysis import Facts, Kind
 from parallax.config import Config
-from parallax.cost import Cluster
+from parallax.cost import Cluster, Touched
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.plan import UNTOUCHED, ParameterPlan, Plan, Route, priced
 from parallax.text import size
@@ -151,15 +151,19 @@ def _dense(num_workers: int, why: str) -> tuple[Route, str]:
     return (Route.LOCAL, "one worker") if num_workers == 1 else (Route.ALL_REDUCE, why)
 
 
-def better_route(line: ParameterPlan, rows: float, num_workers: int) -> tuple[Route, str] | None:
-    """Another route for a table of which each worker touches so many rows a step, if it pays."""
-    whole = cost.allreduce_bytes(line.size_bytes, num_workers)
-    by_rows = cost.sharded_bytes(rows, line.row_bytes, num_workers)
-    touched = f"a step touches {rows:,.0f} of {line.shape[0]:,} rows on a worker"
+def better_route(
+    line: ParameterPlan, touched: Touched, cluster: Cluster, *, merges: bool
+) -> tuple[Route, str] | None:
+    """Another route for a table of which a step touches these rows, if it pays."""
+    whole = cost.all_reduced(line.size_bytes, cluster).limiting_bytes(cluster)
+    traffic = cost.sharded(touched, line.row_bytes, cluster, merges=merges)
+    by_rows = traffic.limiting_bytes(cluster)
+    whose = "a host's link" if cluster.num_hosts > 1 else "a worker"
+    seen = f"a step touches {touched.by_worker:,.0f} of {line.shape[0]:,} rows on a worker"
     if line.route is Route.SHARDED and whole < _WHOLE * by_rows:
-        return Route.ALL_REDUCE, f"{touched}: {size(whole)} whole, {size(by_rows)} by rows"
+        return Route.ALL_REDUCE, f"{seen}: {size(whole)} on {whose} whole, {size(by_rows)} by rows"
     if line.route is Route.ALL_REDUCE and by_rows < _BY_ROWS * whole:
-        return Route.SHARDED, f"{touched}: {size(by_rows)} by rows, {size(whole)} whole"
+        return Route.SHARDED, f"{seen}: {size(by_rows)} on {whose} by rows, {size(whole)} whole"
     return None
 
 

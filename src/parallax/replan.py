@@ -19,6 +19,7 @@ from parallax.cost import ID_BYTES, Cluster, Touched
 from parallax.drift import Drift, Pace, of_links
 from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
+from parallax.hosts import Hosts
 from parallax.ledger import Entry
 from parallax.plan import Plan, Route
 from parallax.planner import better_alone, better_route
@@ -53,6 +54,7 @@ class Replanner:
         neighbours: Neighbours,
         plan: Callable[[], Plan],
         decisions: Decisions,
+        hosts: Hosts,
         *,
         may_separate: bool,
     ) -> None:
@@ -62,6 +64,7 @@ class Replanner:
         self._plan = plan
         self._neighbours = neighbours
         self._decisions = decisions
+        self._shape = Cluster.unmeasured(len(hosts), max(map(len, hosts.workers)))
         self._may_separate = may_separate
         self.cluster: Cluster | None = None
         """The links, if they are known; the same on all workers."""
@@ -115,8 +118,9 @@ class Replanner:
             self._decisions.merge(True, change)
 
     def _move_tables(self, num_steps: int) -> None:
-        for name, rows in self._touched(num_steps).items():
-            better = better_route(self._plan()[name], rows, self._peers.num_workers)
+        merges = self._neighbours.is_on
+        for name, touched in self._touched(num_steps).items():
+            better = better_route(self._plan()[name], touched, self._shape, merges=merges)
             if better is not None:
                 self._decisions.move(self._tables[name], *better)
 
@@ -142,21 +146,22 @@ class Replanner:
                 moved += 2 * rows * (torch.tensor(sizes, dtype=torch.float64) + ID_BYTES)
         return moved
 
-    def _touched(self, num_steps: int) -> dict[str, float]:
-        """Rows that a worker touches a step, on average, of the tables of which it is known."""
+    def _touched(self, num_steps: int) -> dict[str, Touched]:
+        """Rows that a step touches, on average, of the tables of which it is known."""
         counts = [self._counts(table) for table in self._tables.values()]
         mine = torch.tensor(counts, dtype=torch.float64)
         where = f"looking at what steps touch in step {self._peers.step}"
         told = torch.stack(self._peers.gather(mine, where))
-        found = {}
+        num_workers, found = self._peers.num_workers, {}
         for i, (name, table) in enumerate(self._tables.items()):
             rows, updated = told[:, i].mean(0).tolist()
             if table.shard is None:
-                found[name] = updated / self._peers.num_workers ** self._growth.get(name, 1.0)
+                growth = self._growth.get(name, 1.0)
+                found[name] = Touched(updated / num_workers**growth, growth)
             elif rows:
-                found[name] = rows / num_steps
-                self._growth[name] = Touched.seen(rows, updated, self._peers.num_workers).growth
-        return {name: rows for name, rows in found.items() if math.isfinite(rows)}
+                self._growth[name] = Touched.seen(rows, updated, num_workers).growth
+                found[name] = Touched(rows / num_steps, self._growth[name])
+        return {name: rows for name, rows in found.items() if math.isfinite(rows.by_worker)}
 
     def _counts(self, table: TableRows) -> tuple[float, float]:
         """Rows touched here since the last time, and updated here; of one that is whole, the rows

@@ -421,6 +421,7 @@ class Session:
             self._neighbours,
             lambda: self._plan,
             Decisions(self._move, self._merge, self._tell, self._measure, self._adopt),
+            self.hosts,
             may_separate=self.config.replan,
         )
         self._replanner.cluster = self._watch.cluster

@@ -11,11 +11,11 @@ from torch import nn
 from parallax import cost
 from parallax.analysis import Kind, analyse
 from parallax.config import Config
-from parallax.cost import Cluster, Link
+from parallax.cost import Cluster, Link, Touched
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.ledger import Entry, Record
 from parallax.optim import updater_of
-from parallax.plan import Plan, Route
+from parallax.plan import ParameterPlan, Plan, Route
 from parallax.planner import better_alone, better_route, make_plan
 from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
 
@@ -111,16 +111,30 @@ def test_bytes_follow_the_formulas() -> None:
 
 
 def test_nearly_dense_and_tiny_tables_are_better_whole() -> None:
+    def better(line: ParameterPlan, rows: float) -> tuple[Route, str] | None:
+        return better_route(line, Touched(rows), Cluster.unmeasured(1, 4), merges=False)
+
     line = plan_of(Lookup("embedding"))["table.weight"]  # 40 rows of 24 bytes
-    assert better_route(line, 36, 4) is not None
-    route, why = better_route(line, 39, 4) or (None, "")
+    assert better(line, 36) is not None
+    route, why = better(line, 39) or (None, "")
     assert route is Route.ALL_REDUCE
     assert "a step touches 39 of 40 rows" in why
-    assert better_route(line, 28, 4) is None
+    assert better(line, 28) is None
     whole = plan_of(Lookup("embedding"), routes={"*": "all-reduce"})["table.weight"]
-    assert better_route(whole, 39, 4) is None
-    assert better_route(whole, 30, 4) is None  # not back at once
-    assert (better_route(whole, 20, 4) or (None,))[0] is Route.SHARDED
+    assert better(whole, 39) is None
+    assert better(whole, 30) is None  # not back at once
+    assert (better(whole, 20) or (None,))[0] is Route.SHARDED
+
+
+def test_what_a_hosts_link_carries_decides_between_routes() -> None:
+    """Each of four workers sends its own rows over it, a whole gradient once and its sum once."""
+    line = plan_of(Lookup("embedding"))["table.weight"]
+    touched, hosts = Touched(15, growth=0.1), Cluster.unmeasured(2, 4)
+    assert better_route(line, touched, Cluster.unmeasured(8, 1), merges=False) is None
+    route, why = better_route(line, touched, hosts, merges=False) or (None, "")
+    assert route is Route.ALL_REDUCE
+    assert "1.7 kB on a host's link whole" in why
+    assert better_route(line, touched, hosts, merges=True) is None
 
 
 def test_hints_say_what_lazy_would_save() -> None:

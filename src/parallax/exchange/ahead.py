@@ -111,6 +111,7 @@ class Ahead:
         self._demands: list[Demand] = []
         self._buffers: list[Tensor] = []
         self._shipment: Shipment | None = None
+        self._mask_bytes = 0
         self._send_ids()
 
     def send_early(self, courier: Courier) -> None:
@@ -239,7 +240,7 @@ class Ahead:
         sent, received = self._all.sent.sum(0).tolist(), self._all.received.sum(0).tolist()
         found, work = self._peers.start_exchange(mask, sent, received, Lane.AHEAD)
         self._peers.wait(work)
-        self._peers.ledger.header_bytes += len(mask)
+        self._mask_bytes = len(mask)
         return found.bool()
 
     def _with_spoiled(self) -> Part:
@@ -286,6 +287,7 @@ class Ahead:
         wanted, served = (
             (counts.sum(1) - counts[:, rank]).tolist() for counts in (whole.received, whole.sent)
         )
+        ledger.header_bytes += self._mask_bytes  # Not by the thread that sent them.
         late, sizes = self._late.received.sum(1).tolist(), whole.received.sum(1).tolist()
         for i, demand in enumerate(self._demands):
             size_bytes = row_bytes(demand.rows, self._peers.wire)
