@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import convergence, predictions, report, suite
+from benchmarks import convergence, partitions, predictions, report, suite
 from benchmarks.contest import Contest, Setting, hold
 from benchmarks.crew import CrewError
 from benchmarks.engines import ALONE, ENGINES, OURS
@@ -153,6 +153,19 @@ def predict(_: argparse.Namespace) -> None:
     print(f"\n{predictions.table(found)}\n")
 
 
+def sweep(args: argparse.Namespace) -> None:
+    _check_testbed()
+    with tqdm(unit="turn", file=sys.stdout, ncols=90) as bar:
+
+        def progress(standing: str) -> None:
+            bar.set_description_str(standing)
+            bar.update()
+
+        where = (args.workload, args.hosts, args.rate, args.repetitions)
+        found = partitions.sweep(*where, progress)
+    print(f"\n{partitions.table(found)}\n")
+
+
 def write_report(args: argparse.Namespace) -> None:
     from benchmarks.page import write
 
@@ -199,6 +212,14 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     text.set_defaults(act=converge)
     foretold = commands.add_parser("predict", help="the planner's forecasts beside what steps took")
     foretold.set_defaults(act=predict)
+    parts = commands.add_parser(
+        "partitions", help="pushes in parts: several numbers, and what is found"
+    )
+    parts.add_argument("--workload", type=_workload, default="lm")
+    parts.add_argument("--hosts", type=_hosts, default=4)
+    parts.add_argument("--rate", type=_rate, default="200mbit")
+    parts.add_argument("--repetitions", type=_count, default=7, help="turns of each number")
+    parts.set_defaults(act=sweep)
     page = commands.add_parser("report", help="a page with tables and plots of results")
     page.add_argument("folder", type=Path, nargs="?", default=RUNS)
     page.add_argument("--out", type=Path, default=Path("runs/report"))

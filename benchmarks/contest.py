@@ -218,10 +218,17 @@ def _rehearse(setting: Setting, results: list[Result], crews: dict[str, Crew]) -
             turn = crews[result.engine].take_turn(WARM_UP_STEPS - 1)
             result.loss = turn.loss
             result.num_steps = _num_steps(setting, turn)
+            settle(crews[result.engine], by_name(setting.workload))
     for result in _taking_part(results):
         with _absent_if_failing(result):
             turn = crews[result.engine].take_turn(result.num_steps)
             result.num_steps = _num_steps(setting, turn)
+
+
+def settle(crew: Crew, workload: Workload) -> None:
+    """Let an engine that finds its way with tables do so."""
+    if workload.tables and crew.engine.settling_steps:
+        crew.take_turn(crew.engine.settling_steps)
 
 
 def _num_steps(setting: Setting, turn: Turn) -> int:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.contest import FIRST_PORT, set_links
+from benchmarks.contest import FIRST_PORT, set_links, settle
 from benchmarks.crew import Crew
-from benchmarks.engines import ENGINES, OURS
+from benchmarks.engines import ours
 from benchmarks.testbed import Testbed
+from benchmarks.workloads import by_name
 from parallax.launch.outlook import Run
 
 WORKLOADS, HOSTS, RATE = ("lm", "nmt", "dlrm", "resnet"), (2, 4, 8), "200mbit"
@@ -39,11 +40,13 @@ class Prediction:
 def predict(workload: str, num_hosts: int) -> Prediction:
     with tempfile.TemporaryDirectory() as folder, Testbed(num_hosts, ssh="off") as bed:
         set_links(bed, RATE)
-        engine = replace(ENGINES[OURS], options={"run_dir": folder, "clocked": True})
+        engine = ours(run_dir=folder)
+        engine.options["clocked"] = True
         about = {"workload": workload, "is_emulated": True}
         with Crew(bed, engine, about) as crew:
             crew.start(FIRST_PORT)
             crew.take_turn(_WARM_UP_STEPS)
+            settle(crew, by_name(workload))
             turn = crew.take_turn(_NUM_STEPS)
         run = Run.of(folder)
     assert run.mean is not None

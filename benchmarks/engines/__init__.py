@@ -8,7 +8,7 @@ module and options stand behind a name; nothing here imports a framework.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ENVIRONMENTS = Path(__file__).resolve().parents[2] / ".venv-peers"
@@ -35,6 +35,8 @@ class Engine:
     """Whether its update also waits for the exchange, so that the span says little."""
     num_processes: int = 1
     """Of a worker."""
+    settling_steps: int = 0
+    """In which it finds its way with tables; they are not timed."""
 
     @property
     def python(self) -> Path:
@@ -52,8 +54,16 @@ class Engine:
 
 OURS = "parallax"
 ALONE = "alone"
+_OURS = Engine("Parallax", "parallax", replicates=False, settling_steps=110)
+
+
+def ours(title: str = _OURS.title, rounds: bool = False, **config: object) -> Engine:
+    """Parallax with these options of its `Config`."""
+    return replace(_OURS, title=title, rounds=rounds, options={"config": config})
+
+
 ENGINES = {
-    OURS: Engine("Parallax", "parallax", replicates=False),
+    OURS: ours(),
     "ddp-sparse": Engine("DDP sparse", "ddp", {"sparse": True}),
     "ddp-dense": Engine("DDP dense", "ddp", {"sparse": False}),
     "horovod": Engine(
@@ -93,9 +103,7 @@ ENGINES = {
     ),
     ALONE: Engine("no exchange", "alone"),
     **{
-        f"parallax-{wire}": Engine(
-            f"Parallax {wire}", "parallax", {"wire": wire}, replicates=False, rounds=True
-        )
+        f"parallax-{wire}": ours(f"Parallax {wire}", rounds=True, wire=wire)
         for wire in ("bf16", "int8")
     },
 }

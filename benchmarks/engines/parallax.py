@@ -28,8 +28,7 @@ def start(task: Task) -> Trainer:
         optimizer,
         init=tables,
         timeout_seconds=PATIENCE_SECONDS,
-        run_dir=task.options.get("run_dir"),
-        wire=task.options.get("wire", "float32"),
+        **task.options["config"],
     )
     if task.options.get("clocked"):
         _clock_planning(task, session)

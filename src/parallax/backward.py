@@ -80,6 +80,8 @@ class Backward:
         self.dense: DenseRoute
         self.tables: dict[str, TableRows] = {}
         self.neighbours: Neighbours
+        self.num_parts: Callable[[], int] = lambda: 1
+        """In how many parts a push goes; the same on all workers."""
         self.observed: Callable[[set[str], set[str]], None] = lambda used, whole: None
         """Called when all workers' uses are known: names with a gradient, names used whole."""
         self.count = 0
@@ -184,7 +186,7 @@ class Backward:
         chosen = [i for i, t in enumerate(tables) if t.name in used and not t.used_whole]
         for i in chosen:
             push.parcels[i] = tables[i].rounded(push.parcels[i])
-        found = complete_push(self._peers, operation, push, chosen)
+        found = complete_push(self._peers, operation, push, chosen, self.num_parts())
         self._count_nonfinite(found)
         for i, parcel in zip(chosen, found, strict=True):
             tables[i].receive(parcel)
@@ -213,15 +215,16 @@ class Backward:
         parameter = self.dense.parameters.get(name)
         return parameter is not None and parameter.grad is not None
 
-    def buffers_settled(self) -> None:
+    def buffers_settled(self, buffers: list[Tensor]) -> None:
         """All workers have rank 0's buffers."""
         self.buffers_changed = False
-        self._buffer_versions = self._versions()
+        self._buffer_versions = _versions(buffers)
 
     def _buffers_touched(self) -> bool:
-        versions = self._versions()
+        versions = _versions(self._buffers())
         touched, self._buffer_versions = versions != self._buffer_versions, versions
         return touched
 
-    def _versions(self) -> list[tuple[int, int]]:
-        return [(id(buffer), buffer._version) for buffer in self._buffers()]
+
+def _versions(buffers: list[Tensor]) -> list[tuple[int, int]]:
+    return [(id(buffer), buffer._version) for buffer in buffers]

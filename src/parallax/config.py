@@ -80,6 +80,11 @@ class Config:
     process. What rounding takes from a row's gradient is added to its next one; a worker keeps it
     for as many rows as it owns, and so do checkpoints."""
 
+    min_partitions: int = 1
+    """The gradients of a table's rows travel in at least so many parts, of which owners sum one
+    while the next ones come. How many are best is found in the first steps; with `replan=False` it
+    is this number."""
+
     merge_hosts: bool = True
     """Where several workers share a host of several: have them ask for rows and push gradients
     together, so that a row crosses the host's link once each way. The result is the same."""
@@ -132,7 +137,7 @@ class Config:
             _check_positive("checkpoint_seconds", self.checkpoint_seconds)
         if self.checkpoint_steps is not None:
             _check_count("checkpoint_steps", self.checkpoint_steps)
-        for name in ("ledger_steps", "checkpoint_keep"):
+        for name in ("ledger_steps", "min_partitions", "checkpoint_keep"):
             _check_count(name, getattr(self, name))
         for name in ("run_dir", "checkpoint_dir"):
             path = getattr(self, name)

@@ -143,6 +143,7 @@ class DenseRoute:
                 parameter.grad = torch.zeros_like(parameter)
             if addend is not None:
                 parameter.grad.add_(addend)
+        start = time.perf_counter()
         with self._peers.waiting(
             f"the all-reduce of new dense gradients in step {self._peers.step}"
         ):
@@ -150,7 +151,7 @@ class DenseRoute:
                 gradient = self.parameters[name].grad
                 assert gradient is not None
                 self._peers.wait(self._average(gradient))
-        self._book(strays, 0.0)
+        self._book(strays, time.perf_counter() - start)
 
     # Inside -------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Drift:
         was_waiting = self._waiting * sent_bytes
         if max(least.waiting_seconds, was_waiting) < _MIN_SHARE * step_seconds:
             return False
-        differs = _differs(self._waiting, now, _PACE)
+        differs = _differs(was_waiting, least.waiting_seconds, _PACE)
         if differs:
             self._waiting = now
         return differs
@@ -95,4 +95,4 @@ def of_links(known: Cluster, now: Cluster) -> str | None:
 
 
 def _differs(before: float, now: float, factor: float) -> bool:
-    return max(before, now) > factor * max(min(before, now), 1e-9)
+    return max(before, now) > factor * min(before, now)

@@ -249,7 +249,7 @@ class Foresight:
         known = [part.reshape(-1) for part in parts if part is not None]
         if len(known) < len(parts) or shard is None:
             return None
-        return (known[0] if len(known) == 1 else torch.cat(known)).to(shard.device)
+        return torch.cat(known).to(shard.device)  # A copy: a script may change its batch in place.
 
     def _requests(self, ids: Mapping[str, Tensor]) -> dict[str, Request]:
         maps = [self._tables[name].row_map for name in ids]

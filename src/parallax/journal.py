@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Journal:
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self._file: int | None = None
+        self._folder = folder
         if folder is None:
             return
         path = Path(folder) / NAME
@@ -41,6 +43,15 @@ class Journal:
     @property
     def is_open(self) -> bool:
         return self._file is not None
+
+    def kept(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Lines of a kind, of earlier runs as well; none if they cannot be read."""
+        if self._folder is None:
+            return
+        with suppress(OSError), (Path(self._folder) / NAME).open(errors="replace") as lines:
+            for line in lines:  # One by one: most are of steps, and there are many.
+                if kind in line:
+                    yield from (event for event in _events(line) if event["kind"] == kind)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Add a line; what JSON cannot hold (NaN, infinities) becomes null."""

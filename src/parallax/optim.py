@@ -128,9 +128,16 @@ class RowStep:
         """Write the stepped rows and their state back."""
         for stand_in in self._stand_ins:
             stand_in.scatter(self.optimizer.state)
-        self.swap_back()
+        self._put_back()
 
-    def swap_back(self) -> None:
+    def swap_back(self, *_: object) -> None:
+        """Give up a step that an exception ended; a gradient that was zeroed since is zero."""
+        for stand_in in self._stand_ins:
+            if stand_in.rows.grad is None:
+                stand_in.zero()
+        self._put_back()
+
+    def _put_back(self) -> None:
         for parameters, place, parameter in self._away:
             parameters[place] = parameter
         for stand_in in self._stand_ins:
@@ -184,7 +191,7 @@ class _StandIn:
             optimizer.state[self.rows] = {
                 key: self._gathered([state[key] for state in states])
                 if is_by_row(value, self._shards[0])
-                else value
+                else _copied(value)
                 for key, value in states[0].items()
             }
 
@@ -195,7 +202,7 @@ class _StandIn:
         for key, value in states.get(self.rows, {}).items():
             if not is_by_row(value, self.rows):
                 for state in own:  # Each has its own, to count on if they part ways.
-                    state[key] = value.clone() if isinstance(value, Tensor) else value
+                    state[key] = _copied(value)
                 continue
             for state, shard in zip(own, self._shards, strict=True):
                 if not isinstance(state.get(key), Tensor):
@@ -203,6 +210,10 @@ class _StandIn:
             self._put([state[key] for state in own], value)
         for table in self._tables:
             table.updated()
+
+    def zero(self) -> None:
+        for table in self._tables:
+            table.zero()
 
     def _gathered(self, whole: list[Tensor]) -> Tensor:
         """The touched rows of all tables."""
@@ -225,6 +236,10 @@ _NOTHING = nn.Parameter(torch.empty(0))
 
 _MAX_TOGETHER_BYTES = 2**20
 """Of a table's touched rows. Larger ones gain nothing, and would push each other out of caches."""
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _as_sparse(values: Tensor) -> Tensor:

@@ -61,6 +61,8 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     num_hosts: int | None = None
     """Hosts whose workers ask and push together; None: each worker does for itself."""
+    num_partitions: int = 1
+    """Parts in which the gradients of rows travel."""
     bucket_bytes: float = 25e6
     """Dense gradients that are all-reduced together."""
     seconds_per_step: float | None = None
@@ -148,6 +150,8 @@ class Plan:
         title = f"Plan for {self.num_workers} workers"
         if self.num_hosts is not None:
             title += "; those of a host ask for rows and push gradients together"
+        if self.num_partitions > 1:
+            title += f"; gradients of rows travel in {self.num_partitions} parts"
         return "\n".join([title, *in_columns(rows), *self._steps()])
 
     def _steps(self) -> list[str]:

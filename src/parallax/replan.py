@@ -42,6 +42,8 @@ class Decisions:
     """Measure the links."""
     adopt: Callable[[Cluster], None]
     """Count with these links from now on."""
+    is_settled: Callable[[], bool]
+    """Whether steps are alike, and no trials are made."""
 
 
 class Replanner:
@@ -83,14 +85,17 @@ class Replanner:
         if self._peers.num_workers == 1 or self._num_steps < self._next:
             return
         steps, self._num_steps = self._num_steps, 0
-        is_first = self._next == _FIRST_STEPS
+        is_first, is_together = self._next == _FIRST_STEPS, self._neighbours.is_on
         self._next = min(4 * self._next, _MAX_STEPS)
-        if not is_first:  # The very first steps are like no others.
+        if self._decisions.is_settled() and not is_first:  # The first steps are like no others.
             self._look_for_drift(steps)
+        else:
+            self._drift = Drift()
         if self._tables:
             self._move_tables(steps)
-        if self._neighbours.is_on and self._may_separate:
-            self._look_at_neighbours(steps)
+        moved = self._moved()
+        if is_together and self._may_separate:
+            self._look_at_neighbours(moved / steps)
 
     def _look_for_drift(self, num_steps: int) -> None:
         """See [Note: drift]."""
@@ -124,9 +129,9 @@ class Replanner:
             if better is not None:
                 self._decisions.move(self._tables[name], *better)
 
-    def _look_at_neighbours(self, num_steps: int) -> None:
+    def _look_at_neighbours(self, moved: Tensor) -> None:
         where = f"looking at what hosts share in step {self._peers.step}"
-        told = torch.stack(self._peers.gather(self._moved(), where)).mean(0) / num_steps
+        told = torch.stack(self._peers.gather(moved, where)).mean(0)
         wanted, exact, asked = told.tolist()
         self._asked = (wanted, exact, asked)
         why = better_alone(wanted, exact, asked, self.cluster)

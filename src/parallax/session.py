@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +54,7 @@ from parallax.progress import Progress
 from parallax.replan import Decisions, Replanner
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
+from parallax.tuner import Tuner
 from parallax.watch import Watch
 from parallax.wire import Wire, rounded
 
@@ -88,7 +89,6 @@ class Session:
         check_arguments(model, optimizers)
         _check_free(model)
         self.model = model
-        self._modules = list(model.modules())
         self.optimizers = optimizers
         self.config = config
         self.ledger = Ledger(config.ledger_steps)
@@ -105,8 +105,12 @@ class Session:
         self._groups = self._gather()
         self._peers = self._meet()
         self._neighbours = self._find_neighbours()
-        if self._neighbours.is_on:
-            self._plan = replace(self._plan, num_hosts=len(self.hosts))
+        self._tuner = Tuner(self._peers, config.min_partitions, self._kept_partitions, self._tuned)
+        self._plan = replace(
+            self._plan,
+            num_hosts=len(self.hosts) if self._neighbours.is_on else None,
+            num_partitions=self._tuner.number,
+        )
         self._watch = self._watching()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
@@ -377,10 +381,11 @@ class Session:
         )
         self._backward.dense = dense
         self._backward.neighbours = self._neighbours
+        self._backward.num_parts = lambda: self._tuner.number
         self._backward.observed = self._observed
         placement.make_real(self.model, self._facts, self._plan, self._device(), self.optimizers)
         placement.spread(self._facts, self._plan, self._buffers(), self._peers)
-        self._backward.buffers_settled()
+        self._backward.buffers_settled(self._buffers())
         self._tables: dict[str, TableRows] = {}
         self._place_parameters(dense)
         self._backward.tables = self._tables
@@ -392,6 +397,9 @@ class Session:
         for each in self.optimizers:
             self._handles.append(each.register_step_pre_hook(self._before_step))
             self._handles.append(each.register_step_post_hook(self._after_step))
+            swap_back = self._row_steps[id(each)].swap_back
+            self._handles.append(each.register_state_dict_pre_hook(swap_back))
+            self._handles.append(each.register_load_state_dict_pre_hook(swap_back))
 
     def _place_parameters(self, dense: DenseRoute) -> None:
         is_on = self.config.lookahead and self._device().type == "cpu"
@@ -420,11 +428,53 @@ class Session:
             self._movable,
             self._neighbours,
             lambda: self._plan,
-            Decisions(self._move, self._merge, self._tell, self._measure, self._adopt),
+            Decisions(
+                self._move,
+                self._merge,
+                self._tell,
+                self._measure,
+                self._adopt,
+                lambda: not self._tuner.is_on,
+            ),
             self.hosts,
             may_separate=self.config.replan,
         )
         self._replanner.cluster = self._watch.cluster
+        self._tune()
+
+    def _tune(self) -> None:
+        """Find in how many parts pushes go best, as they are from now on."""
+        if self.config.replan and self._tables:
+            self._tuner.start()
+
+    def _tuning(self) -> dict[str, Any]:
+        """What a number of parts is found for."""
+        tables = {
+            name: list(t.parameter.shape) for name, t in self._tables.items() if t.shard is not None
+        }
+        return {
+            "workers": [len(ranks) for ranks in self.hosts.workers],
+            "together": self._neighbours.is_on,
+            "tables": tables,
+            "wire": self.config.wire,
+            "device": self._device().type,
+            "least": self.config.min_partitions,
+        }
+
+    def _kept_partitions(self) -> int | None:
+        what = self._tuning()
+        return self._watch.kept_partitions(what) if what["tables"] else self._tuner.number
+
+    def _tuned(self, times: Mapping[int, float]) -> None:
+        number = self._tuner.number
+        if number == self._plan.num_partitions and not times:
+            return
+        took = ", ".join(f"{1e3 * times[each]:.1f} ms with {each}" for each in sorted(times))
+        self._plan = replace(self._plan, num_partitions=number)
+        why = took or "as an earlier run found"
+        self._watch.plan(self._plan, self.step, f"gradients of rows in {number} parts: {why}")
+        if times:
+            self._watch.partitions(number, self._tuning())
 
     def _may_move(self, name: str) -> bool:
         """Whether a table's route is the plan's to change: only where both give one result."""
@@ -514,12 +564,14 @@ class Session:
         for table in self._tables.values():
             table.retired = table.used_whole
         if self._backward.buffers_changed and self.config.broadcast_buffers:
-            self._peers.spread_all(self._buffers(), f"giving out buffers in step {self.step}")
-            self._backward.buffers_settled()
+            buffers = self._buffers()
+            self._peers.spread_all(buffers, f"giving out buffers in step {self.step}")
+            self._backward.buffers_settled(buffers)
         self._peers.next_step()
         self._progress.end_step()
         self.ledger.close_step()
         self._watch.end_step()
+        self._tuner.end_step(self.ledger.steps[-1].seconds)
 
     def _observed(self, used: set[str], whole: set[str]) -> None:
         """All workers know which observed parameters were used whole by any of them."""
@@ -551,6 +603,7 @@ class Session:
 
     def _move(self, table: TableRows, route: Route, why: str) -> None:
         """The steps have shown that another route moves fewer bytes."""
+        self._tune()
         if route is Route.ALL_REDUCE:
             table.become_whole(why, planned=True)
             return
@@ -562,6 +615,7 @@ class Session:
     def _merge(self, together: bool, why: str) -> None:
         """The steps have shown how much the rows are the same that workers of a host want."""
         self._neighbours.is_on = together
+        self._tune()
         self._plan = replace(self._plan, num_hosts=len(self.hosts) if together else None)
         how = "workers of a host ask together" if together else "workers ask each for itself"
         self._watch.plan(self._plan, self.step, f"{how}: {why}")
@@ -576,6 +630,7 @@ class Session:
 
     def _adopt(self, cluster: Cluster) -> None:
         self._watch.cluster = cluster
+        self._tune()
 
     def _reroute(self, name: str, route: Route, why: str) -> None:
         self._plan = self._plan.routed(name, route, why)
@@ -604,6 +659,7 @@ class Session:
         lines.append(f"checkpoints {schedule}" if saves else "no checkpoints by themselves")
         lines.append("tables may move" if self.config.replan else "tables stay")
         lines.append(f"rows travel as {self.config.wire}")
+        lines.append(f"{self.config.min_partitions} partitions at least")
         lines.append("hosts merge rows" if self.config.merge_hosts else "hosts do not merge rows")
         lines.append("a run's folder" if self.config.run_dir is not None else "no run's folder")
         for name, buffer in self.model.named_buffers():
@@ -625,8 +681,7 @@ class Session:
 
     def _buffers(self) -> list[Tensor]:
         """As they are now: a module may have put another tensor in a buffer's place."""
-        found = [buffer for module in self._modules for buffer in module._buffers.values()]
-        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
+        return list(self.model.buffers())
 
     def _updaters(self) -> dict[str, Updater]:
         absent = Updater("no optimizer", RowRule.ABSENT)

@@ -91,11 +91,12 @@ class Atlas:
 @functools.lru_cache(maxsize=32)
 def _atlas(maps: tuple[RowMap, ...]) -> Atlas:
     """Made once: the same tables are met in every step."""
-    spans = torch.tensor([row_map.span for row_map in maps])
-    sizes = spans * maps[0].num_workers
-    starts = sizes.cumsum(0) - sizes
-    bounds = starts[:, None] + spans[:, None] * torch.arange(maps[0].num_workers)
-    return Atlas(torch.tensor([row_map.num_rows for row_map in maps]), spans, starts, bounds)
+    with torch.device("cpu"):  # Whatever a script has as its default.
+        spans = torch.tensor([row_map.span for row_map in maps])
+        sizes = spans * maps[0].num_workers
+        starts = sizes.cumsum(0) - sizes
+        bounds = starts[:, None] + spans[:, None] * torch.arange(maps[0].num_workers)
+        return Atlas(torch.tensor([row_map.num_rows for row_map in maps]), spans, starts, bounds)
 
 
 def spread(values: Tensor, sizes: Sequence[int] | Tensor, device: torch.device) -> Tensor:

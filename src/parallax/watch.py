@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -75,6 +76,22 @@ class Watch:
     def note(self, step: int, why: str) -> None:
         """Something has changed that a plan may follow from."""
         self._journal.write("note", step=step, why=why)
+
+    def partitions(self, number: int, what: dict[str, Any]) -> None:
+        """Keep the number of parts that was found for what is told."""
+        self._journal.write("partitions", number=number, found_for=what)
+
+    def kept_partitions(self, what: dict[str, Any]) -> int | None:
+        """What an earlier run found for the same; the same on all workers. Collective."""
+        if not self.is_on:
+            return None
+        found = [
+            event.get("number", 0)
+            for event in self._journal.kept("partitions")
+            if event.get("found_for") == what
+        ]
+        told = torch.tensor([found[-1] if found else 0])
+        return int(self._peers.broadcast(told, "reading the run's folder")) or None
 
     def end_step(self) -> None:
         self._num_steps += 1

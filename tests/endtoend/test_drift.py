@@ -28,7 +28,8 @@ import parallax
 folder = Path(sys.argv[1])
 model = nn.Embedding(20_000, 128)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-session = parallax.parallelize(model, optimizer, run_dir=str(folder / "run"))
+# Without trials of the plan, which would come first.
+session = parallax.parallelize(model, optimizer, run_dir=str(folder / "run"), replan=False)
 generator = torch.Generator().manual_seed(session.rank)
 for step in range(206):
     if step == 26:
@@ -40,7 +41,7 @@ for step in range(206):
     if step > 105 and session.rank == 1:
         time.sleep(0.05)
     optimizer.zero_grad()
-    model(torch.randint(20_000, (1000,), generator=generator)).square().mean().backward()
+    model(torch.randint(20_000, (300,), generator=generator)).square().mean().backward()
     time.sleep(0.005)
     optimizer.step()
 session.close()
@@ -59,14 +60,14 @@ def test_what_has_changed_is_measured_again_and_told(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.05)
         for host in bed.hosts:
-            bed.shape(host, "100mbit")
+            bed.shape(host, "40mbit")
         (tmp_path / "slow").touch()
         for worker in workers:
             assert worker.wait(90) == 0, (tmp_path / "log").read_text()
     events = read(tmp_path / "run")
     rates = [e["between"]["bytes_per_second"] * 8e-6 for e in events if e["kind"] == "cluster"]
     assert rates[0] == pytest.approx(400, rel=0.2)
-    assert rates[-1] == pytest.approx(100, rel=0.2)
+    assert rates[-1] == pytest.approx(40, rel=0.2)
     notes = [event["why"] for event in events if event["kind"] == "note"]
     assert any(note.startswith("links between hosts carry") for note in notes), notes
     assert any(note.startswith("worker 1 computes") for note in notes), notes

@@ -75,7 +75,7 @@ class Net(nn.Module):
             words = (words * 5 + 1) % ROWS
         elif self.script.marked:
             words = torch.where(marks[:, None], (words + 1) % ROWS, words)
-            tags = torch.where(marks, (tags + 1) % ROWS, tags)
+            tags[marks] = (tags[marks] + 1) % ROWS  # In the batch itself.
         found = self.words(words).mean(1) + self.words(windows[:, 1:]).mean(1)
         tagged = found.new_zeros(len(found), 3)
         if self.num_steps >= self.script.second_table_from:

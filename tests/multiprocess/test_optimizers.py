@@ -73,7 +73,7 @@ _STEPPED: dict[str, Any] = {
 }
 
 
-def alike(kind: str, workers: int) -> tuple[dict[str, Tensor], list[float]]:
+def alike(kind: str, workers: int, forgets: bool = False) -> tuple[dict[str, Tensor], list[float]]:
     """Train, with a step that fails; the tables, and how many steps each has had."""
     import parallax
 
@@ -95,6 +95,10 @@ def alike(kind: str, workers: int) -> tuple[dict[str, Tensor], list[float]]:
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
             handle.remove()
+            if forgets:  # What this batch brought.
+                optimizer.zero_grad()
+                optimizer.load_state_dict(optimizer.state_dict())
+                model(number, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
     steps = [float(optimizer.state[t.weight].get("step", 0)) for t in model.tables]
@@ -104,9 +108,10 @@ def alike(kind: str, workers: int) -> tuple[dict[str, Tensor], list[float]]:
 @pytest.mark.parametrize("kind", _STEPPED)
 def test_tables_of_a_kind_step_as_each_alone(kind: str) -> None:
     expected, steps = alike(kind, 1)
-    for found, found_steps in run_workers(alike, 2, kind, 2)[:1]:
-        assert_same(found, expected, torch.float64)
-        assert found_steps == steps
+    for forgets in (False, True):
+        outcomes = run_workers(alike, 2, kind, 2, forgets)
+        assert_same(outcomes[0][0], expected, torch.float64)
+        assert [found for _, found in outcomes] == [steps, steps]
     assert kind == "SGD" or steps == [7, 3, 6]
 
 

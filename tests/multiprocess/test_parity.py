@@ -10,7 +10,11 @@ from tests.support.models import EXACT, LAZY, ROW_FORMS, WHOLE_FORMS
 from tests.support.parity import Case, assert_same, train_alone, train_together
 from tests.support.workers import run_workers
 
-FORCED = {"all-reduce": {"routes": {"*": "all-reduce"}}, "hybrid": {}}
+FORCED = {
+    "all-reduce": {"routes": {"*": "all-reduce"}},
+    "hybrid": {},
+    "in parts": {"min_partitions": 3},
+}
 
 
 def check(case: Case, num_workers: int, route: str, *, lazy: bool = False) -> None:
@@ -40,7 +44,7 @@ def test_every_plan_at_two_to_four_workers(
     form: str, plan: str, dtype: torch.dtype, num_workers: int
 ) -> None:
     case = Case(form, options=FORCED[plan], dtype=dtype)
-    check(case, num_workers, "sharded" if plan == "hybrid" else "all-reduce")
+    check(case, num_workers, "all-reduce" if plan == "all-reduce" else "sharded")
 
 
 @pytest.mark.parametrize("shares", [(12, 0), (0, 12), (1, 11), (0, 0, 12), (4, 0, 1, 7)])

@@ -45,6 +45,13 @@ def test_links_are_suspected_when_even_the_last_worker_waits_otherwise() -> None
     assert not Drift().of_waits([Pace(0.1, 0.0, 0.0)])
 
 
+def test_fast_links_are_suspected_as_well() -> None:
+    drift = Drift()
+    assert not drift.of_waits([Pace(0.1, 0.1, 1e9)])
+    assert drift.of_waits([Pace(0.1, 0.2, 1e9)])
+    assert not drift.of_waits([Pace(0.1, 0.4, 2e9)])  # Twice as long for twice as much.
+
+
 def test_links_that_carry_otherwise_are_named() -> None:
     def cluster(between: float, within: float) -> Cluster:
         return Cluster(2, 2, Link(between, 1e-4), Link(within, 1e-5))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from torch import Tensor
 from parallax import cost
 from parallax.exchange.header import Fault, Operation
 from parallax.exchange.peers import Peers
-from parallax.exchange.shipment import Shipment, families
+from parallax.exchange.shipment import Family, Shipment, families
 from parallax.shard import Merge, RowMap, laid_out, regrouped
 from parallax.wire import packed, row_bytes, unpacked
+
+Waiting = AbstractContextManager[None]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,25 @@ class Push:
     places: Tensor
     """Which rows those are, by worker and in each by parcel."""
 
+    def cut(self, number: int) -> list[Push]:
+        """As several, each with some of the rows. See [Note: parts]."""
+        places = [parcel.row_map.places(parcel.slots) % number for parcel in self.parcels]
+        orders = [torch.argsort(each, stable=True) for each in places]
+        sent = torch.stack(
+            [
+                _part_counts(each, counts, number)
+                for each, counts in zip(places, self.sent, strict=True)
+            ],
+            1,
+        )
+        here = self.places % number
+        received = _part_counts(here, self.received.t().flatten(), number)
+        received = received.reshape(number, *self.received.t().shape).transpose(1, 2)
+        came = self.places[torch.argsort(here, stable=True)]
+        pieces = came.split_with_sizes(received.sum((1, 2)).tolist())
+        parcels = _cut_parcels(self.parcels, orders, sent.sum(2))
+        return [Push(parcels[i], sent[i], received[i], pieces[i]) for i in range(number)]
+
 
 def announce_push(
     peers: Peers, operation: Operation, parcels: list[Parcel], flags: Sequence[bool]
@@ -92,44 +114,109 @@ def announce_push(
 
 
 def complete_push(
-    peers: Peers, operation: Operation, push: Push, chosen: Sequence[int]
+    peers: Peers, operation: Operation, push: Push, chosen: Sequence[int], num_parts: int = 1
 ) -> list[Parcel]:
     """Bring the gradients of the chosen tables' rows to their owners; average over workers."""
     parcels = [push.parcels[i] for i in chosen]
     if peers.num_workers == 1 or not parcels:
         return parcels
-    start = time.perf_counter()
     with peers.waiting(operation):
-        bring = Bring(peers, push, chosen)
-    seconds = time.perf_counter() - start
-    found = bring.summed(1 / peers.num_workers)
-    _book_push(peers, push, chosen, seconds, [parcel.slots.size(0) for parcel in found])
+        bring = Bring(peers, push, chosen, num_parts)
+    found = bring.summed(1 / peers.num_workers, lambda: peers.waiting(operation))
+    updated = [parcel.slots.size(0) for parcel in found]
+    _book_push(peers, push, chosen, bring.waited_seconds, updated)
     return found
 
 
 class Bring:
-    """Gradients that have come to where they are summed."""
+    """Gradients on their way to where they are summed.
+
+    [Note: parts] They go in several parts, so that one is summed while the next ones travel. A row
+    belongs to the part `place % number`, which its senders and its owner know alike and which
+    spreads the rows that are touched most.
+    """
+
+    def __init__(self, peers: Peers, push: Push, chosen: Sequence[int], num_parts: int = 1) -> None:
+        """Send those of the chosen tables."""
+        self.waited_seconds = 0.0
+        pushes = [push] if num_parts == 1 else push.cut(num_parts)
+        self._parts = [_Part(peers, part, chosen) for part in pushes]
+        for part in self._parts:  # While they travel.
+            part.prepare()
+
+    def summed(self, scale: float, waiting: Callable[[], Waiting]) -> list[Parcel]:
+        """By row, times `scale`; `waiting` says what a wait belongs to."""
+        found = []
+        for part in self._parts:
+            start = time.perf_counter()
+            with waiting():
+                arrived = part.shipment.arrived()
+            self.waited_seconds += time.perf_counter() - start
+            found.append(part.summed(arrived, scale))
+        return found[0] if len(found) == 1 else [_joined(each) for each in zip(*found, strict=True)]
+
+
+class _Part:
+    """Of what is brought: what travels and is summed together."""
 
     def __init__(self, peers: Peers, push: Push, chosen: Sequence[int]) -> None:
-        """Wait for those of the chosen tables."""
+        self._push, self._chosen, self._wire = push, chosen, peers.wire
         self._parcels = [push.parcels[i] for i in chosen]
-        self._wire = peers.wire
-        sent, received = push.sent[list(chosen)], push.received[list(chosen)]
-        groups = families([p.values for p in self._parcels])
+        self._groups = families([p.values for p in self._parcels])
         values = [p.values if p.packed is None else p.packed for p in self._parcels]
-        shipment = Shipment(peers, values, sent, received, groups=groups)
-        # While the gradients travel.
-        self._merges = [_Merging.of(push, [chosen[i] for i in members]) for members in groups]
-        self._arrived = shipment.arrived()
+        sent, received = push.sent[list(chosen)], push.received[list(chosen)]
+        self.shipment = Shipment(peers, values, sent, received, groups=self._groups)
 
-    def summed(self, scale: float) -> list[Parcel]:
-        """By row, times `scale`."""
+    def prepare(self) -> None:
+        """Work out which rows are the same."""
+        self._merges = [
+            _Merging.of(self._push, [self._chosen[i] for i in members]) for members in self._groups
+        ]
+
+    def summed(self, arrived: Sequence[Family], scale: float) -> list[Parcel]:
         found: dict[int, Parcel] = {}
-        for merging, family in zip(self._merges, self._arrived, strict=True):
+        for merging, family in zip(self._merges, arrived, strict=True):
             like = self._parcels[family.members[0]].values
             summed = merging.summed(unpacked(family.rows, like, self._wire), scale)
             found |= dict(zip(family.members, summed, strict=True))
         return [found[i] for i in range(len(self._parcels))]
+
+
+def _joined(parts: Sequence[Parcel]) -> Parcel:
+    """Of one table; no row is in two parts. In the order they have without parts, so that what
+    is worked out of them does not depend on a number that a clock chose."""
+    slots, order = torch.sort(torch.cat([part.slots for part in parts]))
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
+    values = parts[0].values.new_empty((len(order), *parts[0].values.shape[1:]))
+    pieces = places.split_with_sizes([part.slots.size(0) for part in parts])
+    for piece, part in zip(pieces, parts, strict=True):
+        values.index_copy_(0, piece, part.values)
+    return replace(parts[0], slots=slots, values=values)
+
+
+def _part_counts(parts: Tensor, sizes: Tensor, number: int) -> Tensor:
+    """By part, and by consecutive piece of these sizes: how many of its rows are of the part."""
+    pieces = torch.repeat_interleave(sizes).to(parts.device)
+    counts = torch.bincount(parts * len(sizes) + pieces, minlength=number * len(sizes))
+    return counts.cpu().reshape(number, len(sizes))
+
+
+def _cut_parcels(
+    parcels: Sequence[Parcel], orders: Sequence[Tensor], sizes: Tensor
+) -> list[list[Parcel]]:
+    """By part: of each parcel, `sizes[part, parcel]` rows in the order that sorts it by part."""
+    found = []
+    for parcel, order, each in zip(parcels, orders, sizes.t().tolist(), strict=True):
+        pieces = order.split_with_sizes(each)
+        found.append([_rows_of(parcel, piece) for piece in pieces])
+    return [list(part) for part in zip(*found, strict=True)]
+
+
+def _rows_of(parcel: Parcel, rows: Tensor) -> Parcel:
+    slots = parcel.slots[rows]
+    if parcel.packed is not None:  # Its values stay here.
+        return replace(parcel, slots=slots, values=parcel.values[:0], packed=parcel.packed[rows])
+    return replace(parcel, slots=slots, values=parcel.values[rows])
 
 
 @dataclass(frozen=True)

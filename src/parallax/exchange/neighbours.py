@@ -10,8 +10,7 @@ only with fewer rows. An owner on the same host is its own speaker.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,9 +90,10 @@ class Neighbours:
             if told is None:
                 return parcels
             push = Push(_sorted(parcels, told), told.sent, told.received, told.slots)
-            with _booked(self._inside, told.sent, [parcel.values for parcel in parcels]):
-                bring = Bring(self._inside, push, range(len(parcels)))
-        summed = bring.summed(1.0)
+            bring = Bring(self._inside, push, range(len(parcels)))
+        summed = bring.summed(1.0, lambda: self._peers.waiting(operation))
+        values = [parcel.values for parcel in parcels]
+        _book(self._inside, told.sent, values, bring.waited_seconds)
         return [replace(each, row_map=own) for each, own in zip(summed, maps, strict=True)]
 
     def _meet(self, operation: Operation) -> None:
@@ -160,8 +160,9 @@ class _Joined(Errand):
     def delivered(self, rows: Sequence[Tensor]) -> list[Tensor]:
         told, inside = self._told, self._inside
         served = [each.index_select(0, at) for each, at in zip(rows, self._places, strict=True)]
-        with _booked(inside, told.received, served):
-            arrived = Shipment(inside, served, told.received, told.sent).arrived()
+        start = time.perf_counter()
+        arrived = Shipment(inside, served, told.received, told.sent).arrived()
+        _book(inside, told.received, served, time.perf_counter() - start)
         found: dict[int, Tensor] = {}
         tables = torch.repeat_interleave(told.sent.sum(1)).to(told.order.device)
         for family in arrived:
@@ -190,12 +191,8 @@ def _sorted(parcels: Sequence[Parcel], told: Told) -> list[Parcel]:
     return found
 
 
-@contextmanager
-def _booked(inside: Peers, sent: Tensor, rows: Sequence[Tensor]) -> Iterator[None]:
-    """Write the exchange in the block to the ledger."""
+def _book(inside: Peers, sent: Tensor, rows: Sequence[Tensor], seconds: float) -> None:
     away = sent.sum(1) - sent[:, inside.rank]
     sizes = torch.tensor([each.shape[1:].numel() * each.element_size() for each in rows])
-    start = time.perf_counter()
-    yield
-    inside.ledger.local_seconds += time.perf_counter() - start
+    inside.ledger.local_seconds += seconds
     inside.ledger.local_bytes += int(away @ sizes)

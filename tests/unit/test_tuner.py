@@ -1,0 +1,100 @@
+"""The number of parts: which numbers are tried, and which is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from parallax.exchange.peers import Peers
+from parallax.ledger import Ledger
+from parallax.tuner import Tuner, best, fit, next_trial
+
+
+def curve(constant: float, hidden: float, each: float) -> Callable[[int], float]:
+    return lambda number: constant + hidden / number + each * number
+
+
+def tried(took: Callable[[int], float], least: int = 1) -> dict[int, float]:
+    """All trials from the first on."""
+    number: int | None = max(2, least)
+    times: dict[int, float] = {}
+    while number is not None:
+        times[number] = took(number)
+        number = next_trial(times, least)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("hidden", "each", "least", "numbers"),
+    [
+        (0.0, 1.0, 1, [2, 4, 1]),  # Parts only cost.
+        (4.0, 1.0, 1, [2, 4, 1]),
+        (36.0, 1.0, 1, [2, 4, 8, 16]),
+        (36.0, 1.0, 3, [3, 6, 12]),
+        (0.0, 1.0, 5, [5, 10, 16]),  # Not below what the user wants.
+        (0.0, 1.0, 20, [20]),
+        (9.0, 0.0, 1, [2, 4, 8, 16]),
+    ],
+)
+def test_numbers_double_while_that_gains_and_halve_otherwise(
+    hidden: float, each: float, least: int, numbers: list[int]
+) -> None:
+    assert list(tried(curve(100, hidden, each), least)) == numbers
+
+
+@pytest.mark.parametrize("hidden", [0.0, 1.0, 3.0, 10.0, 36.0, 200.0])
+@pytest.mark.parametrize("least", [1, 2, 5])
+def test_what_is_taken_is_the_best_of_all(hidden: float, least: int) -> None:
+    took = curve(100, hidden, 1.0)
+    found = best(tried(took, least), least)
+    exhaustive = min(range(least, 17), key=took)
+    assert found >= least
+    assert took(found) == pytest.approx(took(exhaustive), rel=1e-6)
+
+
+def test_the_curve_is_that_of_least_squares() -> None:
+    times = {1: 14.2, 2: 12.1, 4: 12.4, 8: 15.1}
+    found = fit(times)
+    assert found is not None
+    off = sum((curve(*found)(number) - taken) ** 2 for number, taken in times.items())
+    for place in range(3):
+        for change in (-0.01, 0.01):
+            other = [value + change * (i == place) for i, value in enumerate(found)]
+            assert off < sum((curve(*other)(n) - taken) ** 2 for n, taken in times.items())
+
+
+def test_where_there_is_no_such_curve_the_fastest_is_taken() -> None:
+    assert fit({1: 5.0, 2: 6.0}) is None
+    assert fit({1: 1.0, 2: 3.0, 4: 3.0}) is None  # It falls off on the wrong side.
+    assert best({1: 1.0, 2: 3.0, 4: 3.0}, 1) == 1
+    assert best({5: 3.0, 10: 2.0}, 5) == 10
+
+
+def test_a_tuner_settles_after_its_trials() -> None:
+    settled: list[dict[int, float]] = []
+    peers = Peers(0, 1, ledger=Ledger(), timeout_seconds=1)
+    found: list[int | None] = [None]
+    tuner = Tuner(peers, 1, lambda: found[-1], lambda times: settled.append(dict(times)))
+    tuner.start()
+    tuner.end_step(1.0)
+    assert tuner.number == 1  # One worker has nothing to find.
+    peers.num_workers = 2
+    peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
+    tuner.start()
+    took = curve(1.0, 0.9, 0.1)
+    for _ in range(200):
+        tuner.end_step(took(tuner.number))
+    assert tuner.number == 3
+    assert [list(times) for times in settled] == [[2, 4, 8]]
+    assert not any(math.isnan(taken) for taken in settled[0].values())
+    assert not tuner.is_on
+    found.append(7)
+    tuner.start()
+    for _ in range(30):
+        assert tuner.is_on
+        tuner.end_step(1.0)
+    assert tuner.number == 7
+    assert settled[1:] == [{}]
+    assert not tuner.is_on
