@@ -14,6 +14,7 @@ place of the layers' arithmetic, so that eight workers can share two cores; see 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -140,17 +141,14 @@ def converge(args: argparse.Namespace) -> None:
     print(f"\n{convergence.table(outcome)}\n")
 
 
-def predict(_: argparse.Namespace) -> None:
+def predict(args: argparse.Namespace) -> None:
     _check_testbed()
-    total = len(predictions.WORKLOADS) * len(predictions.HOSTS)
-    with tqdm(unit="setting", total=total, file=sys.stdout, ncols=90) as bar:
-
-        def progress(setting: str) -> None:
-            bar.set_description_str(setting)
-            bar.update()
-
-        found = predictions.predict_all(progress)
-    print(f"\n{predictions.table(found)}\n")
+    settings = list(itertools.product(args.workloads, predictions.HOSTS))
+    with tqdm(settings, unit="setting", file=sys.stdout, ncols=90) as bar:
+        bar.write(predictions.HEAD)
+        for workload, num_hosts in bar:
+            bar.set_description_str(f"{workload} on {num_hosts} hosts")
+            bar.write(predictions.line(predictions.predict(workload, num_hosts)))
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -211,6 +209,9 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     text.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     text.set_defaults(act=converge)
     foretold = commands.add_parser("predict", help="the planner's forecasts beside what steps took")
+    foretold.add_argument(
+        "--workloads", type=_workloads, default=predictions.WORKLOADS, help="with commas between"
+    )
     foretold.set_defaults(act=predict)
     parts = commands.add_parser(
         "partitions", help="pushes in parts: several numbers, and what is found"
@@ -233,6 +234,10 @@ def _workload(name: str) -> str:
     if name == TEXT:
         raise argparse.ArgumentTypeError("text is trained by `python -m benchmarks converge`")
     return _checked(by_name, name)
+
+
+def _workloads(names: str) -> tuple[str, ...]:
+    return tuple(_workload(name) for name in names.split(","))
 
 
 def _hosts(text: str) -> int:

@@ -1,6 +1,6 @@
 """What a run's own forecast says of its steps, beside what they took.
 
-    python -m benchmarks predict
+    python -m benchmarks predict --workloads lm,dlrm
 
 Parallax alone, on hosts whose links have their rate before the workers measure them. The last lines
 of a run's folder are those of a job that is killed, as any may be.
@@ -8,9 +8,7 @@ of a run's folder are those of a job that is killed, as any may be.
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.contest import FIRST_PORT, set_links, settle
@@ -65,24 +63,18 @@ def predict(workload: str, num_hosts: int) -> Prediction:
     )
 
 
-def predict_all(progress: Callable[[str], None]) -> list[Prediction]:
-    found = []
-    for workload, num_hosts in itertools.product(WORKLOADS, HOSTS):
-        progress(f"{workload} on {num_hosts} hosts")
-        found.append(predict(workload, num_hosts))
-    return found
+HEAD = (
+    "| | hosts | step | predicted | | bytes sent | predicted | | planning and ledger |\n"
+    f"|---|{'---:|' * 8}"
+)
 
 
-def table(predictions: list[Prediction]) -> str:
-    head = "| | hosts | step | predicted | | bytes sent | predicted | | planning and ledger |"
-    lines = [head, "|---|" + "---:|" * 8]
-    for each in predictions:
-        lines.append(
-            f"| `{each.workload}` | {each.num_hosts} | {1e3 * each.seconds:.1f} ms "
-            f"| {1e3 * each.predicted_seconds:.1f} ms "
-            f"| {each.predicted_seconds / each.seconds - 1:+.0%} "
-            f"| {each.seen_bytes / 1e6:.2f} MB | {each.predicted_bytes / 1e6:.2f} MB "
-            f"| {each.predicted_bytes / each.seen_bytes - 1:+.1%} "
-            f"| {each.planning_seconds / each.seconds:.2%} |"
-        )
-    return "\n".join(lines)
+def line(found: Prediction) -> str:
+    return (
+        f"| `{found.workload}` | {found.num_hosts} | {1e3 * found.seconds:.1f} ms "
+        f"| {1e3 * found.predicted_seconds:.1f} ms "
+        f"| {found.predicted_seconds / found.seconds - 1:+.0%} "
+        f"| {found.seen_bytes / 1e6:.2f} MB | {found.predicted_bytes / 1e6:.2f} MB "
+        f"| {found.predicted_bytes / found.seen_bytes - 1:+.1%} "
+        f"| {found.planning_seconds / found.seconds:.2%} |"
+    )

@@ -64,6 +64,7 @@ def _clock_planning(task: Task, session: parallax.Session) -> None:
         (session.ledger, "close_step"),
         (session._watch, "end_step"),
         (session._replanner, "end_step"),
+        (session._tuner, "end_step"),
     ):
         setattr(owner, name, task.span("planning")(getattr(owner, name)))
 
