@@ -118,8 +118,9 @@ class Replanner:
         self.cluster = now
         self._decisions.tell(change)
         self._decisions.adopt(now)
-        is_apart = self._asked is not None and not self._neighbours.is_on
-        if self._asked is not None and is_apart and better_alone(*self._asked, now) is None:
+        if self._asked is None or self._neighbours.is_on:
+            return
+        if better_alone(*self._asked, now) is None:
             self._decisions.merge(True, change)
 
     def _move_tables(self, num_steps: int) -> None:

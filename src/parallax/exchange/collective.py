@@ -1,8 +1,8 @@
 """Synchronous exchange: rows and row gradients go between all workers at once.
 
 A lookup is a header with the ids, and an exchange of rows. A push of all tables is a header with
-their ids, and an exchange of gradients for each dtype. Rows that a worker owns
-itself do not travel.
+their ids, and an exchange of gradients for each dtype and part. Rows that a worker owns itself do
+not travel.
 """
 
 from __future__ import annotations
