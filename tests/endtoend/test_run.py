@@ -431,6 +431,30 @@ def test_the_id_of_a_job_is_its_own(directory: Directory) -> None:
     assert all(len(line) >= 16 for line in ids)
 
 
+def test_a_session_left_open_ends_well(directory: Directory) -> None:
+    """Its threads stand in torch's code nearly all the time here. See [Note: end] in helper.py."""
+    directory.write(
+        "train.py",
+        """
+        import torch, parallax
+        from torch.utils.data import DataLoader
+        from parallax.exchange import board
+        board.BEAT_SECONDS = 0.0
+        model = torch.nn.Embedding(50_000, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = parallax.parallelize(model, optimizer)
+        for ids in session.shard(DataLoader(torch.arange(50_000), 5_000)):
+            model(ids).sum().backward()
+            optimizer.step()
+            if session.step == 3:
+                break
+        """,
+    )
+    cache = str(directory.path / "cache")
+    ended = directory.run("-n", "2", "train.py", TORCHINDUCTOR_CACHE_DIR=cache)
+    assert ended.code == 0, ended.stderr
+
+
 # Failures
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from parallax.exchange.helper import Helper
+
 BEAT_SECONDS = 1.0
 
 
@@ -52,8 +54,7 @@ class Board:
         self._beat = 0
         self._stop = threading.Event()
         self._post()
-        self._thread = threading.Thread(target=self._run, name="parallax-board", daemon=True)
-        self._thread.start()
+        self._helper = Helper("parallax-board", self._run, self._stop.set)
 
     def enter(self, where: object) -> None:
         """Note where this worker waits; it is put into words only when somebody is to read it."""
@@ -69,8 +70,7 @@ class Board:
 
     def close(self) -> None:
         self._where, self._waits = "the end of its session", False
-        self._stop.set()
-        self._thread.join()
+        self._helper.end()
 
     def sightings(self) -> list[Sighting]:
         """The other workers' notes; those whose store or note is gone are left out."""
