@@ -194,6 +194,7 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
                     result.versions["parallax"] = _commit()
         if setting.rate is not None:
             set_links(bed, setting.rate)
+        progress(f"{setting.name}: warming up")
         _rehearse(setting, results, crews)
         for repetition in range(setting.repetitions):
             progress(f"{setting.name}: turn {repetition + 1} of {setting.repetitions}")

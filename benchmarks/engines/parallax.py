@@ -62,9 +62,8 @@ def _clock_planning(task: Task, session: parallax.Session) -> None:
     for owner, name in (
         (session.ledger, "add"),
         (session.ledger, "close_step"),
-        (session._watch, "end_step"),
-        (session._replanner, "end_step"),
-        (session._tuner, "end_step"),
+        (session._course, "end_step"),
+        (session._course, "look"),
     ):
         setattr(owner, name, task.span("planning")(getattr(owner, name)))
 

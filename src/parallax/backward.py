@@ -80,7 +80,7 @@ class Backward:
         self.dense: DenseRoute
         self.tables: dict[str, TableRows] = {}
         self.neighbours: Neighbours
-        self.num_parts: Callable[[], int] = lambda: 1
+        self.num_partitions: Callable[[], int] = lambda: 1
         """In how many parts a push goes; the same on all workers."""
         self.observed: Callable[[set[str], set[str]], None] = lambda used, whole: None
         """Called when all workers' uses are known: names with a gradient, names used whole."""
@@ -186,7 +186,7 @@ class Backward:
         chosen = [i for i, t in enumerate(tables) if t.name in used and not t.used_whole]
         for i in chosen:
             push.parcels[i] = tables[i].rounded(push.parcels[i])
-        found = complete_push(self._peers, operation, push, chosen, self.num_parts())
+        found = complete_push(self._peers, operation, push, chosen, self.num_partitions())
         self._count_nonfinite(found)
         for i, parcel in zip(chosen, found, strict=True):
             tables[i].receive(parcel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +20,12 @@ from parallax import checkpoint, placement
 from parallax.analysis import analyse, refuse_early_steps, refuse_unsupported
 from parallax.backward import REDUCTION, Backward, Weight
 from parallax.clip import clip_norm
-from parallax.cluster import find_place, link_rate, resume_dir, use_interface
+from parallax.cluster import find_place, resume_dir, use_interface
 from parallax.config import Config
-from parallax.cost import Cluster
+from parallax.course import Course
 from parallax.data import ShardedLoader
 from parallax.dense import DenseRoute
 from parallax.errors import ConfigError
-from parallax.exchange import links
 from parallax.exchange.agreement import Agreement
 from parallax.exchange.board import Board
 from parallax.exchange.detour import Detours
@@ -51,17 +50,12 @@ from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route
 from parallax.planner import RowRule, Updater, make_plan
 from parallax.progress import Progress
-from parallax.replan import Decisions, Replanner
 from parallax.sparse import Hooks, TableRows, warn_whole
 from parallax.table import Table, make_plain, set_data
-from parallax.tuner import Tuner
-from parallax.watch import Watch
 from parallax.wire import Wire, rounded
 
 _log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-_RECENT_STEPS = 50
-"""Over which the plan shows what a step takes."""
 
 
 def parallelize(
@@ -101,17 +95,13 @@ class Session:
         if self.num_workers > 1:
             refuse_unsupported(model)
             refuse_early_steps(model)
-        self._plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
+        plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
         self._groups = self._gather()
-        self._peers = self._meet()
-        self._neighbours = self._find_neighbours()
-        self._tuner = Tuner(self._peers, config.min_partitions, self._kept_partitions, self._tuned)
-        self._plan = replace(
-            self._plan,
-            num_hosts=len(self.hosts) if self._neighbours.is_on else None,
-            num_partitions=self._tuner.number,
+        self._peers = self._meet(plan)
+        self._neighbours = self._find_neighbours(plan)
+        self._course = Course(
+            plan, config, self._peers, self._neighbours, self.hosts, self._device()
         )
-        self._watch = self._watching()
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
@@ -155,8 +145,7 @@ class Session:
     @property
     def plan(self) -> Plan:
         """The route of each parameter, and why; what newer steps took, beside what they should."""
-        mean = self.ledger.mean(_RECENT_STEPS)
-        return self._plan if mean is None else self._plan.observed(mean, self._watch.cluster)
+        return self._course.observed
 
     # What a script does -------------------------------------------------------------------
 
@@ -285,7 +274,7 @@ class Session:
         self._peers.close()
         self._groups.close()
         self._progress.close()
-        self._watch.close()
+        self._course.close()
 
     def __enter__(self) -> Session:
         return self
@@ -315,7 +304,7 @@ class Session:
             _log.info("worker %d: LOCAL_RANK is %d, on its host it is %d", self.rank, given, found)
         return groups
 
-    def _meet(self) -> Peers:
+    def _meet(self, plan: Plan) -> Peers:
         """See that the other workers have the same model."""
         store = self._groups.store
         board = detours = None
@@ -335,39 +324,30 @@ class Session:
             detours=detours,
             wire=Wire(self.config.wire),
         )
-        tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
+        tables = [p for p in plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
         names = [fact.name for fact in self._facts]
         peers.layout = Layout(
             max_counts=max(1, len(tables)), num_flags=2 * len(names) + len(tables) + 2
         )
         peers.name_subjects([*names, REDUCTION, AHEAD, checkpoint.SAVING, checkpoint.LOADING])
         if store is not None:
-            placement.compare(self._description(), peers, store)
+            placement.compare(self._description(plan), peers, store)
         return peers
 
-    def _find_neighbours(self) -> Neighbours:
+    def _find_neighbours(self, plan: Plan) -> Neighbours:
         ranks = self.hosts.workers[self.hosts.index]
         inside = self._peers.inside(ranks, *self._groups.host)
         is_on = self.config.merge_hosts and self.hosts.are_shared
-        tables = [p for p in self._plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
+        tables = [p for p in plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
         largest = max((p.shape[0] for p in tables), default=0)
         if is_on and largest + self.num_workers >= MAX_SLOTS:
             _log.warning("tables of %d rows are too large for hosts to merge rows", largest)
             is_on = False
         return Neighbours(self._peers, inside, self.hosts, is_on=is_on and largest > 0)
 
-    def _watching(self) -> Watch:
-        watch = Watch.open(self.config.run_dir, self._peers)
-        if watch.is_on:
-            watch.start(self.hosts, self._device())
-            rate = link_rate()
-            watch.cluster = links.measure(self._peers, self.hosts, self._device(), rate)
-            watch.plan(self._plan, 0, "as the model and its optimizers have it")
-        return watch
-
     def _join(self) -> None:
         """Put every parameter on its route."""
-        names = [fact.name for fact in self._facts]
+        names, plan = [fact.name for fact in self._facts], self._course.plan
         self._weight = Weight(self._peers)
         self._backward = Backward(self._peers, self._weight, names, self._buffers)
         dense = DenseRoute(
@@ -381,10 +361,10 @@ class Session:
         )
         self._backward.dense = dense
         self._backward.neighbours = self._neighbours
-        self._backward.num_parts = lambda: self._tuner.number
+        self._backward.num_partitions = lambda: self._course.num_partitions
         self._backward.observed = self._observed
-        placement.make_real(self.model, self._facts, self._plan, self._device(), self.optimizers)
-        placement.spread(self._facts, self._plan, self._buffers(), self._peers)
+        placement.make_real(self.model, self._facts, plan, self._device(), self.optimizers)
+        placement.spread(self._facts, plan, self._buffers(), self._peers)
         self._backward.buffers_settled(self._buffers())
         self._tables: dict[str, TableRows] = {}
         self._place_parameters(dense)
@@ -411,7 +391,7 @@ class Session:
         if self._peers.detours is not None:
             self._peers.detours.serve = self._served
         for fact in self._facts:
-            route = self._plan[fact.name].route
+            route = self._course.plan[fact.name].route
             if route in (Route.SHARDED, Route.OBSERVED):
                 table = TableRows(fact.name, fact.parameter, self._peers, hooks)
                 self._tables[fact.name] = table
@@ -423,58 +403,7 @@ class Session:
         self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
         self._rules = {name: updater.rule for name, updater in self._updaters().items()}
         self._movable = {n: t for n, t in self._tables.items() if self._may_move(n)}
-        self._replanner = Replanner(
-            self._peers,
-            self._movable,
-            self._neighbours,
-            lambda: self._plan,
-            Decisions(
-                self._move,
-                self._merge,
-                self._tell,
-                self._measure,
-                self._adopt,
-                lambda: not self._tuner.is_on,
-            ),
-            self.hosts,
-            may_separate=self.config.replan,
-        )
-        self._replanner.cluster = self._watch.cluster
-        self._tune()
-
-    def _tune(self) -> None:
-        """Find in how many parts pushes go best, as they are from now on."""
-        if self.config.replan and self._tables:
-            self._tuner.start()
-
-    def _tuning(self) -> dict[str, Any]:
-        """What a number of parts is found for."""
-        tables = {
-            name: list(t.parameter.shape) for name, t in self._tables.items() if t.shard is not None
-        }
-        return {
-            "workers": [len(ranks) for ranks in self.hosts.workers],
-            "together": self._neighbours.is_on,
-            "tables": tables,
-            "wire": self.config.wire,
-            "device": self._device().type,
-            "least": self.config.min_partitions,
-        }
-
-    def _kept_partitions(self) -> int | None:
-        what = self._tuning()
-        return self._watch.kept_partitions(what) if what["tables"] else self._tuner.number
-
-    def _tuned(self, times: Mapping[int, float]) -> None:
-        number = self._tuner.number
-        if number == self._plan.num_partitions and not times:
-            return
-        took = ", ".join(f"{1e3 * times[each]:.1f} ms with {each}" for each in sorted(times))
-        self._plan = replace(self._plan, num_partitions=number)
-        why = took or "as an earlier run found"
-        self._watch.plan(self._plan, self.step, f"gradients of rows in {number} parts: {why}")
-        if times:
-            self._watch.partitions(number, self._tuning())
+        self._course.start(self._tables, self._movable, self._move)
 
     def _may_move(self, name: str) -> bool:
         """Whether a table's route is the plan's to change: only where both give one result."""
@@ -496,8 +425,8 @@ class Session:
 
     def _log_plan(self) -> None:
         if self.rank == 0:
-            _log.info("%s", self._plan)
-            for hint in self._plan.hints():
+            _log.info("%s", self._course.plan)
+            for hint in self._course.plan.hints():
                 _log.warning("%s", hint)
 
     def _resume(self) -> None:
@@ -555,7 +484,7 @@ class Session:
             self._end_step()
         if min(self._steps.values()) == max(self._steps.values()):
             self._weight.end_step()
-            self._replanner.end_step()
+            self._course.look()
         is_settled = self._steps[id(optimizer)] == min(self._steps.values())
         self._progress.after_step(self._backward, is_settled=is_settled)
 
@@ -570,8 +499,7 @@ class Session:
         self._peers.next_step()
         self._progress.end_step()
         self.ledger.close_step()
-        self._watch.end_step()
-        self._tuner.end_step(self.ledger.steps[-1].seconds)
+        self._course.end_step()
 
     def _observed(self, used: set[str], whole: set[str]) -> None:
         """All workers know which observed parameters were used whole by any of them."""
@@ -583,7 +511,7 @@ class Session:
             else:
                 table.place(table.own_part(table.values("sharding")))
                 self._shard_state(table)
-                self._reroute(table.name, Route.SHARDED, "only rows of it were looked up")
+                self._course.reroute(table.name, Route.SHARDED, "only rows of it were looked up")
 
     def _left(self, table: TableRows, why: str, planned: bool) -> None:
         """A table is an ordinary parameter from now on."""
@@ -598,43 +526,18 @@ class Session:
             if table.shard is not None:
                 gather_state(owner[0], table)
         route = Route.ALL_REDUCE if self.num_workers > 1 else Route.LOCAL
-        self._reroute(table.name, route, why)
+        self._course.reroute(table.name, route, why)
         self._backward.dense.adopt(table.name, table.parameter, stray=True)
 
     def _move(self, table: TableRows, route: Route, why: str) -> None:
-        """The steps have shown that another route moves fewer bytes."""
-        self._tune()
+        """Bring a table to another route."""
         if route is Route.ALL_REDUCE:
             table.become_whole(why, planned=True)
             return
         self._backward.dense.release(table.name)
         table.become_rows()
         self._shard_state(table)
-        self._reroute(table.name, route, why)
-
-    def _merge(self, together: bool, why: str) -> None:
-        """The steps have shown how much the rows are the same that workers of a host want."""
-        self._neighbours.is_on = together
-        self._tune()
-        self._plan = replace(self._plan, num_hosts=len(self.hosts) if together else None)
-        how = "workers of a host ask together" if together else "workers ask each for itself"
-        self._watch.plan(self._plan, self.step, f"{how}: {why}")
-
-    def _tell(self, what: str) -> None:
-        self._watch.note(self.step, what)
-        if self.rank == 0:
-            _log.warning("step %d: %s", self.step, what)
-
-    def _measure(self) -> Cluster | None:
-        return links.measure(self._peers, self.hosts, self._device(), None)
-
-    def _adopt(self, cluster: Cluster) -> None:
-        self._watch.cluster = cluster
-        self._tune()
-
-    def _reroute(self, name: str, route: Route, why: str) -> None:
-        self._plan = self._plan.routed(name, route, why)
-        self._watch.plan(self._plan, self.step, f"{name!r}: {why}")
+        self._course.reroute(table.name, route, why)
 
     def _drop_gradients(self) -> None:
         self.model.zero_grad()
@@ -643,11 +546,11 @@ class Session:
 
     # Inside -------------------------------------------------------------------------------
 
-    def _description(self) -> list[str]:
+    def _description(self, plan: Plan) -> list[str]:
         """What must be the same on every worker, a line for each thing."""
         lines = []
         for fact in self._facts:
-            line = self._plan[fact.name]
+            line = plan[fact.name]
             group = self._owners.get(id(fact.parameter), (None, {}))[1]
             options = ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params")
             lines.append(

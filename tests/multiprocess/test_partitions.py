@@ -46,7 +46,7 @@ def train(folder: str | None, batch_size: int, options: dict[str, Any]) -> tuple
     data: Any = torch.randint(ROWS, (num_steps * BATCH,), generator=generator)
     numbers = []
     for batch in session.shard(DataLoader(data, batch_size)):
-        numbers.append(session._tuner.number)
+        numbers.append(session._course.num_partitions)
         optimizer.zero_grad()
         model(batch).backward()
         optimizer.step()

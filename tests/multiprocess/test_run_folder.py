@@ -45,7 +45,7 @@ def train(folder: str, num_steps: int = 40, dies: bool = False, used_whole: bool
         optimizer.step()
         optimizer.zero_grad()
         if dies and step == 30 and session.rank == 0:
-            session._watch.write_steps()
+            session._course._watch.write_steps()
             os.kill(os.getpid(), signal.SIGKILL)
     text = str(session.plan)
     session.close()

@@ -114,14 +114,14 @@ def announce_push(
 
 
 def complete_push(
-    peers: Peers, operation: Operation, push: Push, chosen: Sequence[int], num_parts: int = 1
+    peers: Peers, operation: Operation, push: Push, chosen: Sequence[int], num_partitions: int = 1
 ) -> list[Parcel]:
     """Bring the gradients of the chosen tables' rows to their owners; average over workers."""
     parcels = [push.parcels[i] for i in chosen]
     if peers.num_workers == 1 or not parcels:
         return parcels
     with peers.waiting(operation):
-        bring = Bring(peers, push, chosen, num_parts)
+        bring = Bring(peers, push, chosen, num_partitions)
     found = bring.summed(1 / peers.num_workers, lambda: peers.waiting(operation))
     updated = [parcel.slots.size(0) for parcel in found]
     _book_push(peers, push, chosen, bring.waited_seconds, updated)
@@ -136,10 +136,12 @@ class Bring:
     spreads the rows that are touched most.
     """
 
-    def __init__(self, peers: Peers, push: Push, chosen: Sequence[int], num_parts: int = 1) -> None:
+    def __init__(
+        self, peers: Peers, push: Push, chosen: Sequence[int], num_partitions: int = 1
+    ) -> None:
         """Send those of the chosen tables."""
         self.waited_seconds = 0.0
-        pushes = [push] if num_parts == 1 else push.cut(num_parts)
+        pushes = [push] if num_partitions == 1 else push.cut(num_partitions)
         self._parts = [_Part(peers, part, chosen) for part in pushes]
         for part in self._parts:  # While they travel.
             part.prepare()
