@@ -23,9 +23,9 @@ from typing import Any
 from benchmarks.crew import LOGS, ROOT, Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
 from benchmarks.loopback import Loopback
-from benchmarks.memory import available_bytes
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import Workload, by_name
+from parallax.memory import available_bytes
 
 WARM_UP_STEPS = 4
 """After which losses are compared; Parallax foresees lookups from the third step on."""

@@ -177,6 +177,7 @@ class Backward:
         self.called |= flags[-1]
         self._unsynced = False
         self.count += 1
+        self._peers.ledger.add_reduction()
 
     def _push(self, operation: Operation, push: Push, used: set[str]) -> None:
         """Row gradients of the tables that are used go to their rows' owners."""

@@ -105,9 +105,12 @@ class Course:
         self._watch.end_step()
         self._tuner.end_step(self._peers.ledger.steps[-1].seconds)
 
-    def look(self) -> None:
-        """All optimizers have stepped: the plan may change now."""
-        self._replanner.end_step()
+    def look(self, reductions: int) -> None:
+        """All optimizers have stepped: the plan may change now.
+
+        Gradients came together so often since the beginning.
+        """
+        self._replanner.end_step(reductions)
 
     def close(self) -> None:
         self._watch.close()

@@ -30,6 +30,10 @@ class Pace:
     waiting_seconds: float
     sent_bytes: float
 
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.waiting_seconds
+
     @staticmethod
     def of(records: Sequence[Record]) -> Pace:
         return Pace(

@@ -66,6 +66,8 @@ class Work:
     """Of a worker, in whatever the throughput is told in."""
     bucket_bytes: float = 25e6
     """Dense gradients that are all-reduced together."""
+    reductions: float = 1.0
+    """In a step; dense gradients and rows are those of all of them."""
 
     @property
     def last_share(self) -> float:
@@ -100,8 +102,8 @@ def forecast(
         if architecture is Architecture.ALL_REDUCE:
             exact = table.exact_row_bytes or table.row_bytes
             waited += cost.gathered(table.touched, exact, cluster)
-        elif architecture is Architecture.HYBRID and _is_better_whole(table, cluster, merges):
-            whole_bytes += table.size_bytes
+        elif architecture is Architecture.HYBRID and _is_better_whole(table, work, cluster, merges):
+            whole_bytes += table.size_bytes * work.reductions
         else:
             comes_early, rest = _sharded(table, cluster, merges)
             early, waited = early + comes_early, waited + rest
@@ -137,18 +139,19 @@ class Line(Protocol):
 
 def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes: float) -> Work:
     """The step that was seen, under a plan with these lines."""
-    tables, dense_bytes = [], 0.0
+    tables, dense_bytes, reductions = [], 0.0, mean.reductions or 1.0
     for line in lines:
         entry = mean.parameters.get(line.name)
         if line.route == "all-reduce" and entry is not None:
-            dense_bytes += line.size_bytes
+            dense_bytes += line.size_bytes * reductions
         elif line.route == "sharded" and entry is not None and entry.asked_rows:
             touched = Touched.seen(entry.rows, entry.updated_rows, num_workers)
             early = entry.early_rows / entry.asked_rows
             sizes = (line.size_bytes, line.row_bytes)
             tables.append(Table(line.name, *sizes, touched, early, line.exact_row_bytes))
     compute = max(mean.seconds - mean.waiting_seconds, 0.0)
-    return Work(tuple(tables), dense_bytes, compute, mean.samples or 1.0, bucket_bytes)
+    samples = mean.samples or 1.0
+    return Work(tuple(tables), dense_bytes, compute, samples, bucket_bytes, reductions)
 
 
 def _joined(
@@ -165,8 +168,8 @@ def _joined(
     return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)
 
 
-def _is_better_whole(table: Table, cluster: Cluster, merges: bool) -> bool:
-    whole = cost.all_reduced(table.size_bytes, cluster)
+def _is_better_whole(table: Table, work: Work, cluster: Cluster, merges: bool) -> bool:
+    whole = cost.all_reduced(table.size_bytes * work.reductions, cluster)
     rows = cost.sharded(table.touched, table.row_bytes, cluster, merges=merges)
     return whole.limiting_bytes(cluster) < rows.limiting_bytes(cluster)
 

@@ -10,6 +10,7 @@ happens at most the line that was being written is lost. It is written by worker
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 from parallax.errors import ConfigError
 
+_log = logging.getLogger("parallax")
 NAME = "journal.jsonl"
 
 
@@ -55,9 +57,19 @@ class Journal:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Add a line; what JSON cannot hold (NaN, infinities) becomes null."""
-        if self._file is not None:
-            line = {"kind": kind, "time": round(time.time(), 3), **_finite(fields)}
-            os.write(self._file, json.dumps(line, allow_nan=False).encode() + b"\n")
+        if self._file is None:
+            return
+        line = {"kind": kind, "time": round(time.time(), 3), **_finite(fields)}
+        text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        try:
+            if os.write(self._file, text) == len(text):
+                return
+            why = "only a part of a line could be written"
+        except OSError as error:
+            why = str(error)
+        # A training must not end for want of its diary.
+        _log.warning("nothing more is written to Config.run_dir %r: %s", str(self._folder), why)
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -24,6 +24,8 @@ class Entry:
     """Rows that it asked their owners for: the same, or what it asked for all of its host."""
     early_rows: float = 0
     """Those of them that came beside the step before."""
+    pushed_rows: float = 0
+    """Rows whose gradients it sent to their owners, of all backwards."""
     updated_rows: float = 0
     """Rows that this worker updated as their owner, whoever touched them."""
     nonfinite_rows: float = 0
@@ -36,6 +38,7 @@ class Entry:
         self.rows += other.rows
         self.asked_rows += other.asked_rows
         self.early_rows += other.early_rows
+        self.pushed_rows += other.pushed_rows
         self.updated_rows += other.updated_rows
         self.nonfinite_rows += other.nonfinite_rows
 
@@ -45,6 +48,8 @@ class Entry:
 
 COUNTERS = ("header_seconds", "header_bytes", "local_seconds", "local_bytes")
 """Of a record: what belongs to no parameter."""
+AMOUNTS = ("seconds", "samples", "reductions", *COUNTERS)
+"""Of a record: its numbers."""
 
 
 @dataclass
@@ -62,6 +67,11 @@ class Record:
     """Rows and ids sent to them."""
     samples: float = 0.0
     """That `session.shard` gave this worker."""
+    reductions: float = 0.0
+    """Backwards whose gradients were brought together: more than one where a script accumulates
+    without `no_sync`."""
+    is_interrupted: bool = False
+    """An evaluation took place in it, so its seconds are not those of a step."""
     parameters: dict[str, Entry] = field(default_factory=dict)
 
     @property
@@ -76,7 +86,8 @@ class Record:
 
 
 class Ledger:
-    """The newest steps one by one in `steps`, and `totals` over all of them.
+    """The newest steps one by one in `steps`, and `totals` over all of them. What lookups under
+    `no_grad` moved, as evaluations make them, belongs to no step: it is in `evaluation`.
 
     `header_bytes` and `header_seconds` count the small messages that precede exchanges and belong
     to no parameter; a worker that is ahead of the others waits for them there. `local_bytes` and
@@ -86,6 +97,7 @@ class Ledger:
     def __init__(self, max_steps: int = 1000) -> None:
         self.steps: deque[Record] = deque(maxlen=max_steps)
         self.totals: dict[str, Entry] = {}
+        self.evaluation: dict[str, Entry] = {}
         self.num_steps = 0
         self.header_bytes = 0
         self.header_seconds = 0.0
@@ -107,6 +119,24 @@ class Ledger:
     def add_samples(self, number: float) -> None:
         self._open.samples += number
 
+    def add_reduction(self) -> None:
+        self._open.reductions += 1
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is exchanged in the block belongs to no step."""
+        start, step = time.perf_counter(), self._open
+        before = {name: float(getattr(self, name)) for name in COUNTERS}
+        self._open = Record(step.step)
+        try:
+            yield
+        finally:
+            _add_all(self._open.parameters, self.evaluation)
+            self._open, step.is_interrupted = step, True
+            self._opened += time.perf_counter() - start
+            for name in COUNTERS:
+                self._closed[name] += getattr(self, name) - before[name]
+
     @contextmanager
     def timed(self, parameter: str) -> Iterator[None]:
         """Write the time of the block to a parameter."""
@@ -124,25 +154,26 @@ class Ledger:
             so_far = float(getattr(self, name))
             setattr(self._open, name, so_far - self._closed[name])
             self._closed[name] = so_far
-        for name, entry in self._open.parameters.items():
-            self.totals.setdefault(name, Entry()).add(entry)
+        _add_all(self._open.parameters, self.totals)
         self.steps.append(self._open)
         self.num_steps += 1
         self._open = Record(step=self.num_steps)
         self._opened = now
 
     def mean(self, num_steps: int) -> Record | None:
-        """The newest steps' mean, under the number of the last; None before the first."""
+        """The newest steps' mean, under the number of the last; None before the first.
+
+        Those in which an evaluation took place are left out, if there are others.
+        """
         newest = list(self.steps)[-num_steps:]
+        newest = [record for record in newest if not record.is_interrupted] or newest
         if not newest:
             return None
         sums: dict[str, Entry] = {}
         for record in newest:
-            for name, entry in record.parameters.items():
-                sums.setdefault(name, Entry()).add(entry)
+            _add_all(record.parameters, sums)
         means = {
-            name: sum(getattr(record, name) for record in newest) / len(newest)
-            for name in ("seconds", "samples", *COUNTERS)
+            name: sum(getattr(record, name) for record in newest) / len(newest) for name in AMOUNTS
         }
         parameters = {name: entry.divided(len(newest)) for name, entry in sums.items()}
         return Record(newest[-1].step, **means, parameters=parameters)
@@ -158,3 +189,8 @@ class Ledger:
     def __repr__(self) -> str:
         sent = sum(entry.sent_bytes for entry in self.totals.values())
         return f"Ledger(num_steps={self.num_steps}, sent_bytes={sent:.0f})"
+
+
+def _add_all(entries: Mapping[str, Entry], totals: dict[str, Entry]) -> None:
+    for name, entry in entries.items():
+        totals.setdefault(name, Entry()).add(entry)

@@ -89,10 +89,15 @@ class Plan:
             if entry is None or line.route not in (Route.SHARDED, Route.ALL_REDUCE):
                 continue
             changes[line.name] = {"bytes_per_step": entry.sent_bytes}
-            if line.route is Route.SHARDED:
+            if line.route is Route.ALL_REDUCE:
+                whole = cost.allreduce_bytes(line.size_bytes, self.num_workers)
+                changes[line.name]["predicted_bytes"] = whole * (mean.reductions or 1.0)
+            else:
                 # Owners on the same host cost nothing.
                 among = self.num_hosts or self.num_workers
-                predicted = cost.sharded_bytes(entry.asked_rows, line.row_bytes, among)
+                # Several backwards of a step may push a row that was pulled once.
+                rows = (entry.asked_rows + (entry.pushed_rows or entry.asked_rows)) / 2
+                predicted = cost.sharded_bytes(rows, line.row_bytes, among)
                 changes[line.name]["predicted_bytes"] = predicted
         predicted_seconds = None
         if cluster is not None:
@@ -165,7 +170,9 @@ class Plan:
 
 def priced(line: ParameterPlan, num_workers: int) -> ParameterPlan:
     if line.route is Route.ALL_REDUCE:
-        predicted = cost.allreduce_bytes(line.size_bytes, num_workers)
+        predicted = line.predicted_bytes
+        if predicted is None:  # As if each step had one backward.
+            predicted = cost.allreduce_bytes(line.size_bytes, num_workers)
         seen = predicted if line.bytes_per_step is None else line.bytes_per_step
         return replace(line, bytes_per_step=seen, predicted_bytes=predicted)
     if line.route in (Route.FROZEN, Route.LOCAL):

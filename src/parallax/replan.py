@@ -4,6 +4,7 @@ Every worker hears the same counts and decides alike. A table that is nearly den
 an ordinary parameter; one that was and is touched less becomes a table again. Rows and the
 optimizer's state move with it between two steps, so the result stays exact. Workers of a host that
 hardly want the same rows stop asking together. Links that seem to have changed are measured again.
+A table stays sharded where a worker has no memory for the whole of it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.hosts import Hosts
 from parallax.ledger import Entry
+from parallax.memory import free_bytes
 from parallax.plan import Plan, Route
 from parallax.planner import better_alone, better_route
 from parallax.sparse import TableRows
 
 _FIRST_STEPS, _MAX_STEPS = 5, 100
 """Looked at after the first few steps, then after four times as many, at last every hundred."""
+_MEASURE_SECONDS = 200.0
+"""At least, from one measurement of links to the next, which may take 2 s each."""
+_COPIES = 5
+"""Of a table that is whole: its values, a gradient and a bucket of it, and two of most state."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,10 @@ class Replanner:
         self.cluster: Cluster | None = None
         """The links, if they are known; the same on all workers."""
         self._num_steps = 0
+        self._reductions = 0
+        self._too_large: set[str] = set()
+        self._seconds = math.inf
+        """Of steps since links were measured again."""
         self._next = _FIRST_STEPS
         self._seen: dict[str, tuple[float, float]] = {}
         self._growth: dict[str, float] = {}
@@ -79,20 +89,21 @@ class Replanner:
         """What was wanted and asked for when workers of a host last asked together."""
         self._drift = Drift()
 
-    def end_step(self) -> None:
-        """All optimizers have stepped, on all workers."""
+    def end_step(self, reductions: int) -> None:
+        """All optimizers have stepped, on all workers; gradients came together so often so far."""
         self._num_steps += 1
         if self._peers.num_workers == 1 or self._num_steps < self._next:
             return
         steps, self._num_steps = self._num_steps, 0
+        times, self._reductions = reductions - self._reductions, reductions
         is_first, is_together = self._next == _FIRST_STEPS, self._neighbours.is_on
         self._next = min(4 * self._next, _MAX_STEPS)
         if self._decisions.is_settled() and not is_first:  # The first steps are like no others.
             self._look_for_drift(steps)
         else:
             self._drift = Drift()
-        if self._tables:
-            self._move_tables(steps)
+        if self._tables and times:
+            self._move_tables(times)
         moved = self._moved()
         if is_together and self._may_separate:
             self._look_at_neighbours(moved / steps)
@@ -107,7 +118,11 @@ class Replanner:
         paces = [Pace(*each.tolist()) for each in told]
         for what in self._drift.of_workers(paces):
             self._decisions.tell(what)
-        if self.cluster is not None and self._drift.of_waits(paces):
+        self._seconds += num_steps * max(pace.seconds for pace in paces)
+        if self.cluster is None or self._seconds < _MEASURE_SECONDS:
+            return
+        if self._drift.of_waits(paces):
+            self._seconds = 0.0
             self._measure_links(self.cluster)
 
     def _measure_links(self, known: Cluster) -> None:
@@ -123,12 +138,25 @@ class Replanner:
         if better_alone(*self._asked, now) is None:
             self._decisions.merge(True, change)
 
-    def _move_tables(self, num_steps: int) -> None:
+    def _move_tables(self, num_times: int) -> None:
         merges = self._neighbours.is_on
-        for name, touched in self._touched(num_steps).items():
-            better = better_route(self._plan()[name], touched, self._shape, merges=merges)
-            if better is not None:
-                self._decisions.move(self._tables[name], *better)
+        found, free = self._touched(num_times)
+        for name, touched in found.items():
+            line = self._plan()[name]
+            better = better_route(line, touched, self._shape, merges=merges)
+            if better is None:
+                continue
+            needed = _COPIES * line.size_bytes if better[0] is Route.ALL_REDUCE else 0
+            if needed > free:  # It may have been sharded for just that.
+                self._tell_of_memory(name, better[1])
+                continue
+            free -= needed
+            self._decisions.move(self._tables[name], *better)
+
+    def _tell_of_memory(self, name: str, why: str) -> None:
+        if name not in self._too_large:
+            self._too_large.add(name)
+            self._decisions.tell(f"{name!r} stays sharded, for want of memory: {why}")
 
     def _look_at_neighbours(self, moved: Tensor) -> None:
         where = f"looking at what hosts share in step {self._peers.step}"
@@ -152,10 +180,13 @@ class Replanner:
                 moved += 2 * rows * (torch.tensor(sizes, dtype=torch.float64) + ID_BYTES)
         return moved
 
-    def _touched(self, num_steps: int) -> dict[str, Touched]:
-        """Rows that a step touches, on average, of the tables of which it is known."""
+    def _touched(self, num_times: int) -> tuple[dict[str, Touched], float]:
+        """Rows whose gradients come together at a time, on average, of the tables of which it is
+        known; and the memory that is left to the worker that has least of it."""
         counts = [self._counts(table) for table in self._tables.values()]
-        mine = torch.tensor(counts, dtype=torch.float64)
+        device = next(iter(self._tables.values())).parameter.device
+        free = free_bytes(device, self._shape.workers_per_host)
+        mine = torch.tensor([*counts, (free, 0.0)], dtype=torch.float64)
         where = f"looking at what steps touch in step {self._peers.step}"
         told = torch.stack(self._peers.gather(mine, where))
         num_workers, found = self._peers.num_workers, {}
@@ -166,8 +197,9 @@ class Replanner:
                 found[name] = Touched(updated / num_workers**growth, growth)
             elif rows:
                 self._growth[name] = Touched.seen(rows, updated, num_workers).growth
-                found[name] = Touched(rows / num_steps, self._growth[name])
-        return {name: rows for name, rows in found.items() if math.isfinite(rows.by_worker)}
+                found[name] = Touched(rows / num_times, self._growth[name])
+        known = {name: rows for name, rows in found.items() if math.isfinite(rows.by_worker)}
+        return known, float(told[:, -1, 0].min())
 
     def _counts(self, table: TableRows) -> tuple[float, float]:
         """Rows touched here since the last time, and updated here; of one that is whole, the rows

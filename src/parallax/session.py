@@ -484,7 +484,7 @@ class Session:
             self._end_step()
         if min(self._steps.values()) == max(self._steps.values()):
             self._weight.end_step()
-            self._course.look()
+            self._course.look(self._backward.count)
         is_settled = self._steps[id(optimizer)] == min(self._steps.values())
         self._progress.after_step(self._backward, is_settled=is_settled)
 
@@ -555,6 +555,7 @@ class Session:
             options = ", ".join(f"{k}={v!r}" for k, v in group.items() if k != "params")
             lines.append(
                 f"parameter {fact.name!r} {line.shape} {fact.parameter.dtype}, {line.route.value}, "
+                f"{'free' if self.config.route_of(fact.name) is None else 'forced'}, "
                 f"{self._updaters()[fact.name].name} with {options}"
             )
         saves = self.config.checkpoint_dir is not None or self._resume_dir is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from parallax.errors import ParallaxError
 from parallax.exchange.cache import Cache
 from parallax.exchange.collective import Parcel, pull
-from parallax.exchange.header import Fault, Verb
+from parallax.exchange.header import Fault, Operation, Verb
 from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.exchange.request import Guess, LastRequest, Request
@@ -110,7 +111,7 @@ class TableRows:
             request = self._hooks.requests.of(ids, self.row_map, wraps=wraps, device=device)
             if trains and not self._foreseen:
                 self._hooks.looked_up(self, ids)
-            rows = self._fetched(request, trains)
+            rows = self._fetched(request) if trains else self._fetched_without_gradient(request)
         padding_place = self._place_of(padding, request.slots)
         if trains:
             rows = _Delivery.apply(  # type: ignore[no-untyped-call]
@@ -473,18 +474,34 @@ class TableRows:
             device=self.parameter.device,
         )
 
-    def _fetched(self, request: Request, trains: bool) -> Tensor:
-        peers, slots = self._peers, request.slots
-        verb = Verb.LOOKUP if trains else Verb.LOOKUP_WITHOUT_GRADIENT
-        operation = peers.operation(verb, self.name)
+    def _fetched(self, request: Request) -> Tensor:
+        """The rows of a lookup that trains."""
+        operation = self._peers.operation(Verb.LOOKUP, self.name)
         if self.shard is None:
-            self._raise_faults(peers.announce(operation, fault=request.fault).faults)
-            return self.values("lookup").index_select(0, self.row_map.ids(slots))
-        missing = self._cache.missing(slots) if trains else slots
-        if trains and self._foreseen:
+            return self._own_rows(operation, request)
+        missing = self._cache.missing(request.slots)
+        if self._foreseen:
             return self._foreseen_rows(request, missing)
-        if trains:
-            self.surprise()
+        self.surprise()
+        rows = self._pulled(operation, request, missing)
+        return self._cache.completed(request.slots, missing, rows, limit=self.row_map.span)
+
+    def _fetched_without_gradient(self, request: Request) -> Tensor:
+        """Of an evaluation, which says nothing of what steps touch, or of a frozen table."""
+        operation = self._peers.operation(Verb.LOOKUP_WITHOUT_GRADIENT, self.name)
+        is_step = torch.is_grad_enabled()
+        with nullcontext() if is_step else self._peers.ledger.aside():
+            if self.shard is None:
+                return self._own_rows(operation, request)
+            return self._pulled(operation, request, request.slots)
+
+    def _own_rows(self, operation: Operation, request: Request) -> Tensor:
+        self._raise_faults(self._peers.announce(operation, fault=request.fault).faults)
+        return self.values("lookup").index_select(0, self.row_map.ids(request.slots))
+
+    def _pulled(self, operation: Operation, request: Request, missing: Tensor) -> Tensor:
+        peers = self._peers
+        assert self.shard is not None
         errand = self._hooks.neighbours.ask(operation, [self.row_map], [missing])
         asked, fault = errand.slots[0], request.fault
         rows, faults = pull(peers, operation, self.row_map, self.shard, asked, fault)
@@ -492,9 +509,7 @@ class TableRows:
         with peers.waiting(operation):
             (rows,) = errand.delivered([rows])
         peers.ledger.add(self.name, rows=len(missing))
-        if not trains:
-            return rows
-        return self._cache.completed(slots, missing, rows, limit=self.row_map.span)
+        return rows
 
     def _guessed(self, ids: Tensor) -> tuple[Request, Tensor] | None:
         """What a lookup asks for and gets, if it is the very one that was foreseen."""

@@ -16,8 +16,13 @@ from parallax.hosts import Hosts
 from parallax.journal import Journal
 from parallax.plan import Plan
 
-_LINE_SECONDS = 1.0
-"""Steps that end within a second share a line: the folder must not cost what it tells of."""
+_FIRST_SECONDS, _MAX_SECONDS, _GROWTH = 1.0, 60.0, 1.2
+"""Steps of a second share a line, later those of a minute: the folder must not cost what it tells
+of, nor fill the disk in a training of weeks."""
+
+
+_OTHER_RATE = 1.5
+"""By which links differ for which a number of parts must be found anew."""
 
 
 class Watch:
@@ -32,6 +37,7 @@ class Watch:
         self._cluster: Cluster | None = None
         self._written = time.monotonic()
         self._num_steps = 0
+        self._line_seconds = _FIRST_SECONDS
 
     @staticmethod
     def open(run_dir: str | None, peers: Peers) -> Watch:
@@ -56,6 +62,7 @@ class Watch:
     @cluster.setter
     def cluster(self, cluster: Cluster | None) -> None:
         self._cluster = cluster
+        self.write_steps()
         if cluster is not None:
             self._journal.write("cluster", **asdict(cluster))
 
@@ -71,6 +78,8 @@ class Watch:
 
     def plan(self, plan: Plan, step: int, why: str) -> None:
         if self._journal.is_open:
+            self.write_steps()  # Those are of the plan before.
+            self._line_seconds = _FIRST_SECONDS
             self._journal.write("plan", step=step, why=why, plan=json.loads(plan.to_json()))
 
     def note(self, step: int, why: str) -> None:
@@ -78,8 +87,8 @@ class Watch:
         self._journal.write("note", step=step, why=why)
 
     def partitions(self, number: int, what: dict[str, Any]) -> None:
-        """Keep the number of parts that was found for what is told."""
-        self._journal.write("partitions", number=number, found_for=what)
+        """Keep the number of parts that was found for what is told, and for these links."""
+        self._journal.write("partitions", number=number, found_for=what, rate=self._rate)
 
     def kept_partitions(self, what: dict[str, Any]) -> int | None:
         """What an earlier run found for the same; the same on all workers. Collective."""
@@ -88,15 +97,29 @@ class Watch:
         found = [
             event.get("number", 0)
             for event in self._journal.kept("partitions")
-            if event.get("found_for") == what
+            if event.get("found_for") == what and self._is_my_rate(event.get("rate"))
         ]
         told = torch.tensor([found[-1] if found else 0])
         return int(self._peers.broadcast(told, "reading the run's folder")) or None
 
+    @property
+    def _rate(self) -> float | None:
+        """Of the links between hosts, if there are any and they are known."""
+        if self._cluster is None or self._cluster.num_hosts == 1:
+            return None
+        return self._cluster.between.bytes_per_second
+
+    def _is_my_rate(self, rate: float | None) -> bool:
+        mine = self._rate
+        if rate is None or mine is None:
+            return rate is mine
+        return max(rate, mine) < _OTHER_RATE * min(rate, mine)
+
     def end_step(self) -> None:
         self._num_steps += 1
-        if self._journal.is_open and time.monotonic() - self._written >= _LINE_SECONDS:
+        if self._journal.is_open and time.monotonic() - self._written >= self._line_seconds:
             self.write_steps()
+            self._line_seconds = min(_GROWTH * self._line_seconds, _MAX_SECONDS)
 
     def write_steps(self) -> None:
         """A line for the steps since the last one."""

@@ -289,6 +289,61 @@ def test_foreseen_lookups_need_no_headers() -> None:
         assert counts == [5] * len(counts)
 
 
+class Many(nn.Module):
+    """Tables, of which a sample has one row each."""
+
+    def __init__(self, num_tables: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, 4) for _ in range(num_tables))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        return torch.cat(found, 1).square().mean()
+
+
+def count_collectives(num_tables: int, num_steps: int) -> int:
+    """In how many this worker takes part, in whatever thread."""
+    import torch.distributed as dist
+
+    import parallax
+
+    made: list[str] = []
+
+    def counted(name: str) -> None:
+        function = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            made.append(name)
+            return function(*args, **options)
+
+        setattr(dist, name, call)
+
+    for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast"):
+        counted(name)
+    torch.manual_seed(0)
+    model = Many(num_tables)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, routes={"*": "sharded"}, replan=False)
+    data: Any = torch.randint(ROWS, (num_steps * session.num_workers * BATCH, num_tables))
+    for ids in session.shard(DataLoader(data, BATCH)):
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.close()
+    return len(made)
+
+
+def test_collectives_do_not_grow_with_the_tables() -> None:
+    """Of steps whose lookups are foreseen; so many tables that ids do not fit into a header."""
+    few, many = (
+        run_workers(count_collectives, 2, number, 16)[0]
+        - run_workers(count_collectives, 2, number, 6)[0]
+        for number in (16, 26)
+    )
+    assert few == many
+    assert 0 < many < 10 * 10
+
+
 def test_a_pass_that_was_left_does_not_end_foresight() -> None:
     for counts in assert_same(Script(leave_after=3), 2):
         assert counts[2:] == [1] * len(counts[2:])

@@ -31,6 +31,15 @@ class Net(nn.Module):
         return found.square().sum(1).mean() + self.marks(ids).pow(2).sum(1).mean()
 
 
+def train_on_links(folder: str, rate: float) -> list[int]:
+    """The same, where links between hosts were measured to have a rate."""
+    from parallax import course
+    from parallax.cost import Cluster, Link
+
+    course.links.measure = lambda *_: Cluster(2, 1, Link(rate, 1e-4), Link(1e9, 1e-5))
+    return train(folder, BATCH // 2, {})[1]
+
+
 def train(folder: str | None, batch_size: int, options: dict[str, Any]) -> tuple[Any, list[int]]:
     """The state, and in how many parts the push of each step went."""
     import parallax
@@ -89,3 +98,10 @@ def test_what_was_found_is_kept_in_the_run_s_folder(tmp_path: Path) -> None:
     run_on_hosts(train, (1, 1), str(tmp_path), BATCH // 2, {})
     run_on_hosts(train, (2,), str(tmp_path), BATCH // 2, {"min_partitions": 2})
     assert len([event for event in read(tmp_path) if event["kind"] == "partitions"]) == 3
+
+
+def test_of_other_links_it_says_nothing(tmp_path: Path) -> None:
+    for rate, number in ((1e8, 1), (1.2e8, 1), (3e8, 2)):
+        run_on_hosts(train_on_links, (1, 1), str(tmp_path), rate)
+        events = [event for event in read(tmp_path) if event["kind"] == "partitions"]
+        assert len(events) == number

@@ -140,6 +140,17 @@ def test_it_can_be_switched_off() -> None:
     assert set(assert_same(Script(replan=False), 2)) == {"sharded"}
 
 
+def train_in_little_memory() -> list[str]:
+    from parallax import replan
+
+    replan.free_bytes = lambda device, workers: 4 * ROWS * 3 * 8.0  # type: ignore[assignment]
+    return train(Script(num_steps=8))[1]
+
+
+def test_a_table_that_does_not_fit_whole_stays_sharded() -> None:
+    assert set(run_workers(train_in_little_memory, 2)[0]) == {"sharded"}
+
+
 def test_why_is_told() -> None:
     _, _, why = run_workers(train, 2, Script())[0]
     assert why.startswith("a step touches 48 of 48 rows on a worker")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from parallax.journal import Journal
 from parallax.launch import outlook
 from parallax.launch.command import main
+from parallax.plan import Plan
 from tests.support.workers import outcomes_of, run_workers
 
 ROWS, WIDTH, BATCH = 4000, 64, 256
@@ -72,6 +75,92 @@ def test_one_worker_writes_its_plan_too(tmp_path: Path) -> None:
     run = outlook.Run.of(str(tmp_path))
     assert run.cluster is None
     assert [line.route.value for line in run.plan.parameters] == ["local"] * 3
+
+
+def accumulate(folder: str) -> list[tuple[str, float | None, float | None]]:
+    """Four backwards a step, each reduced: bytes a step, seen and predicted."""
+    import parallax
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, run_dir=folder)
+    for _ in range(12):
+        for ids in torch.randperm(ROWS).split(ROWS // 4):
+            model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [(p.route.value, p.bytes_per_step, p.predicted_bytes) for p in session.plan.parameters]
+    session.close()
+    return found
+
+
+def test_each_backward_of_a_step_is_counted(tmp_path: Path) -> None:
+    table, *dense = run_workers(accumulate, 2, str(tmp_path))[0]
+    # Whole it would cost four times as much; a step touches all rows, a backward a quarter.
+    assert table[0] == "sharded"
+    for _, seen, predicted in (table, *dense):
+        assert predicted == pytest.approx(seen, rel=0.05)
+    assert dense[0][1] == pytest.approx(4 * WIDTH * 64 * 4)
+
+
+def evaluate(folder: str) -> tuple[str, Any, Any]:
+    """Steps touch few rows, evaluations between them all."""
+    import parallax
+    from parallax.ledger import Entry
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, run_dir=folder)
+    for step in range(12):
+        model(torch.randperm(ROWS)[:100]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 3 == 0:
+            with torch.no_grad():
+                model(torch.arange(ROWS))
+    line, entry = session.plan["table.weight"], session.ledger.totals["table.weight"]
+    evaluated: Entry = session.ledger.evaluation["table.weight"]
+    interrupted = [record.is_interrupted for record in session.ledger.steps]
+    session.close()
+    assert interrupted == [step % 3 == 1 for step in range(12)]
+    assert line.predicted_bytes == pytest.approx(line.bytes_per_step, rel=0.05)
+    return line.route.value, entry, evaluated
+
+
+def test_an_evaluation_is_not_part_of_a_step(tmp_path: Path) -> None:
+    route, trained, evaluated = run_workers(evaluate, 2, str(tmp_path))[0]
+    assert route == "sharded"
+    assert trained.rows == trained.asked_rows == 12 * 100
+    assert evaluated.rows == evaluated.asked_rows == 4 * ROWS
+    assert evaluated.sent_bytes == 4 * ROWS / 2 * (4 * WIDTH + 4)
+    assert evaluated.updated_rows == 0
+
+
+def test_only_steps_of_the_last_plan_are_compared_with_it(tmp_path: Path) -> None:
+    def steps(seconds: float) -> None:
+        mean = {"step": 1, "seconds": seconds, "parameters": {}}
+        journal.write("steps", number=10, mean=mean)
+
+    journal = Journal(tmp_path)
+    plan = json.loads(Plan(2, ()).to_json())
+    journal.write("plan", step=0, why="first", plan=plan)
+    for seconds in (9.0, 2.0, 2.0):
+        steps(seconds)
+    run = outlook.Run.of(str(tmp_path))
+    assert run.mean is not None
+    assert run.mean.seconds == 2.0
+    journal.write("plan", step=30, why="moved", plan=plan)
+    run = outlook.Run.of(str(tmp_path))  # There are none of it yet.
+    assert run.mean is not None
+    assert run.mean.seconds == 2.0
+    for seconds in (9.0, 1.0, 1.0):
+        steps(seconds)
+    run = outlook.Run.of(str(tmp_path))
+    assert run.mean is not None
+    assert run.mean.seconds == 1.0
+    assert run.changes == ("step 0: first", "step 30: moved")
 
 
 def test_a_killed_run_can_be_read(tmp_path: Path) -> None:

@@ -168,6 +168,23 @@ def test_models_that_differ_are_found_at_the_start() -> None:
         assert "worker 2 has" in str(outcome.error)
 
 
+def different_routes() -> None:
+    import parallax
+
+    model = Net()
+    routes = {"table.weight": "sharded"} if os.environ["RANK"] == "1" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallax.parallelize(model, optimizer, routes=routes, timeout_seconds=SECONDS)
+
+
+def test_a_route_that_only_one_worker_forces_is_found_at_the_start() -> None:
+    """The others' plan might change it later, while this one's did not take part."""
+    for outcome in outcomes_of(different_routes, 2):
+        assert isinstance(outcome.error, MismatchError)
+        assert "sharded, forced" in str(outcome.error)
+        assert "sharded, free" in str(outcome.error)
+
+
 def different_optimizers() -> None:
     import parallax
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from parallax import replan
 from parallax.cost import Cluster, Link
 from parallax.drift import Drift, Pace, of_links
 from parallax.ledger import Entry, Record
+from parallax.plan import Plan
 
 
 def paces(compute: list[float], waiting: list[float]) -> list[Pace]:
@@ -63,3 +68,47 @@ def test_links_that_carry_otherwise_are_named() -> None:
     assert of_links(cluster(25e6, 1e9), cluster(25e6, 2e9)) == (
         "links inside hosts carry 16.0 Gbit/s, 8.0 Gbit/s before"
     )
+
+
+def test_links_are_measured_seldom_and_no_change_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replan, "_FIRST_STEPS", 1)
+    monkeypatch.setattr(replan, "_MAX_STEPS", 2)
+    steps: list[Record] = []
+    ledger = SimpleNamespace(steps=steps, totals={})
+    peers: Any = SimpleNamespace(
+        num_workers=2, step=0, ledger=ledger, gather=lambda mine, _: [mine] * 2
+    )
+    measured: list[float] = []
+    known = Cluster(2, 1, Link(1e8, 1e-4), Link(1e9, 1e-5))
+
+    def measure() -> Cluster:
+        measured.append(steps[-1].seconds)
+        return known
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    decisions = replan.Decisions(never, never, never, measure, never, lambda: True)
+    hosts: Any = type("Two", (), {"workers": [[0], [1]], "__len__": lambda self: 2})()
+    alone: Any = SimpleNamespace(is_on=False)
+    looking = replan.Replanner(
+        peers, {}, alone, lambda: Plan(2, ()), decisions, hosts, may_separate=False
+    )
+    looking.cluster = known
+
+    def train(num_steps: int, waiting: float) -> None:
+        for _ in range(num_steps):
+            entry = Entry(1e6, seconds=waiting)
+            steps.append(Record(0, 1.0 + waiting, parameters={"a": entry}))
+            looking.end_step(len(steps))
+
+    train(9, 1.0)
+    assert measured == []
+    train(10, 3.0)
+    assert measured == [4.0]
+    train(10, 1.0)  # Too soon.
+    assert measured == [4.0]
+    train(100, 1.0)
+    assert measured == [4.0, 2.0]

@@ -52,6 +52,31 @@ def test_a_torn_line_is_left_out_and_the_next_run_begins_anew(tmp_path: Path, cu
     assert len(last_run(read(tmp_path))) == 1
 
 
+@pytest.mark.parametrize("written", [OSError(28, "No space left on device"), 5])
+def test_a_full_disk_ends_the_journal_and_not_the_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    written: OSError | int,
+) -> None:
+    journal = Journal(tmp_path)
+    journal.write("start")
+
+    def full(file: int, text: bytes) -> int:
+        if isinstance(written, OSError):
+            raise written
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        journal.write("steps", number=5)
+    assert not journal.is_open
+    journal.write("plan")
+    assert kinds(tmp_path) == ["start"]
+    assert "nothing more is written to Config.run_dir" in caplog.text
+    assert str(tmp_path) in caplog.text
+
+
 def test_foreign_lines_are_left_out(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('[1]\n{"kind": 3}\n\n{"kind": "plan"}\nnot json\n')
     assert kinds(tmp_path) == ["plan"]

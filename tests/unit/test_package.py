@@ -13,8 +13,8 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "variables errors text wire config init nn cluster hosts beacon analysis cost ledger drift "
-    "forecast plan planner journal table gradient shard exchange watch residue sparse tuner "
+    "variables errors text memory wire config init nn cluster hosts beacon analysis cost ledger "
+    "drift forecast plan planner journal table gradient shard exchange watch residue sparse tuner "
     "replan course recipe foresight dense backward clip guard optim ownership placement data "
     "checkpoint progress session"
 ).split()

@@ -99,8 +99,13 @@ def test_bytes_follow_the_formulas() -> None:
     seen = plan_of(Lookup("embedding")).observed(mean, None)
     assert seen["table.weight"].bytes_per_step == 123.0
     assert seen["table.weight"].predicted_bytes == cost.sharded_bytes(3, 6 * 4, 4)
+    more = replace(mean, parameters={"table.weight": Entry(9.0, asked_rows=3, pushed_rows=9)})
+    several = plan_of(Lookup("embedding")).observed(more, None)["table.weight"]
+    assert several.predicted_bytes == cost.sharded_bytes(6, 6 * 4, 4)  # Pushed by each backward.
     assert seen["out.weight"].bytes_per_step == 9.0
     assert seen["out.weight"].predicted_bytes == cost.allreduce_bytes(6 * 4, 4)
+    twice = plan_of(Lookup("embedding")).observed(replace(mean, reductions=2.0), None)
+    assert twice["out.weight"].predicted_bytes == 2 * cost.allreduce_bytes(6 * 4, 4)
     assert "A step takes 500.0 ms" in str(seen)
     by_host = replace(plan_of(Lookup("embedding")), num_hosts=2).observed(mean, None)
     assert by_host["table.weight"].predicted_bytes == cost.sharded_bytes(3, 6 * 4, 2)

@@ -279,6 +279,7 @@ def _book_push(
         (counts.sum(1) - counts[:, peers.rank])[list(chosen)].tolist()
         for counts in (push.sent, push.received)
     )
+    pushed = push.sent.sum(1)[list(chosen)].tolist()
     sizes = [row_bytes(parcel.values, peers.wire) for parcel in parcels]
     moved = [(a + h) * size for a, h, size in zip(away, here, sizes, strict=True)]
     total = max(sum(moved), 1)
@@ -288,5 +289,6 @@ def _book_push(
             sent_bytes=cost.push_bytes(away[i], sizes[i]),
             received_bytes=cost.push_bytes(here[i], sizes[i]),
             seconds=seconds * moved[i] / total,
+            pushed_rows=pushed[i],
             updated_rows=updated[i],
         )

@@ -12,7 +12,7 @@ from parallax.cost import Cluster, Link
 from parallax.errors import ConfigError
 from parallax.forecast import Architecture, Forecast, Work, scaling, work_of
 from parallax.journal import last_run, read
-from parallax.ledger import COUNTERS, Entry, Record
+from parallax.ledger import AMOUNTS, Entry, Record
 from parallax.plan import Plan
 from parallax.text import in_columns, rate
 
@@ -27,7 +27,8 @@ class Run:
     plan: Plan
     changes: tuple[str, ...]
     mean: Record | None
-    """Of all steps but those of the first line, which warm up; None before any was written."""
+    """Of the steps since the plan or the links last changed, but those of the first line, which
+    warm up; None before any was written."""
     cluster: Cluster | None
 
     @staticmethod
@@ -40,7 +41,7 @@ class Run:
         return Run(
             Plan.from_json(json.dumps(plans[-1]["plan"])),
             tuple(f"step {event['step']}: {event['why']}" for event in changes),
-            _mean([event for event in events if event["kind"] == "steps"]),
+            _mean(_settled(events)),
             _cluster(events),
         )
 
@@ -160,13 +161,26 @@ def rate_of(text: str) -> float:
 # Inside -----------------------------------------------------------------------------------
 
 
+def _settled(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of steps since the last change; those before it if there are none yet."""
+    found: list[dict[str, Any]] = []
+    has_changed = False
+    for event in events:
+        has_changed |= event["kind"] in ("plan", "cluster")
+        if event["kind"] == "steps":
+            if has_changed:
+                found, has_changed = [], False
+            found.append(event)
+    return found
+
+
 def _mean(events: Sequence[dict[str, Any]]) -> Record | None:
     later = events[1:] or events
     total, found = sum(event["number"] for event in later), Record(step=0)
     for event in later:
         share, mean = event["number"] / total, event["mean"]
         found.step = mean["step"]
-        for name in ("seconds", "samples", *COUNTERS):
+        for name in AMOUNTS:
             setattr(found, name, getattr(found, name) + share * mean.get(name, 0.0))
         for name, entry in mean["parameters"].items():
             scaled = Entry(**{key: value * share for key, value in entry.items()})
