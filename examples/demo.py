@@ -44,8 +44,8 @@ def train(engine: str, args: argparse.Namespace) -> Result:
     steps = max(args.steps // DENSE_SHARE, 1) if engine == "ddp" else args.steps
     (out / "result.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "parallax.launch.command", "run", "-n", str(args.workers)]
-    command += [str(HERE / "lm1b.py"), "--engine", engine, "--out", str(out)]
-    command += ["--steps", str(steps)]
+    command += _script(engine)
+    command += ["--out", str(out), "--steps", str(steps)]
     command += ["--text", str(args.text)] if args.text else []
     with subprocess.Popen(command + args.extra) as child:
         try:
@@ -58,7 +58,13 @@ def train(engine: str, args: argparse.Namespace) -> Result:
     if exit_code:
         raise TrainingError(engine, exit_code)
     result: Result = json.loads((out / "result.json").read_text())
-    return result
+    return {**result, "engine": engine}
+
+
+def _script(engine: str) -> list[str]:
+    if engine == "parallax":
+        return [str(HERE / "lm1b.py")]
+    return [str(HERE / "lm1b_ddp.py"), "--engine", engine]
 
 
 def render(results: list[Result], out: Path) -> str:

@@ -61,8 +61,13 @@ def train(
 @pytest.mark.parametrize("num_workers", [2, 3])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sparse": True}, {"proposal": "unigram", "counts": torch.arange(CLASSES) + 1}],
-    ids=["log-uniform", "sparse", "unigram"],
+    [
+        {},
+        {"sparse": True},
+        {"proposal": "unigram", "counts": torch.arange(CLASSES) + 1},
+        {"proposal": torch.linspace(0.1, 1, CLASSES)},
+    ],
+    ids=["log-uniform", "sparse", "unigram", "given"],
 )
 def test_workers_equal_one_process(options: dict[str, Any], num_workers: int) -> None:
     ((expected, exact, _),) = run_workers(train, 1, options)

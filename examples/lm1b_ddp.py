@@ -1,6 +1,8 @@
-"""The same training without Parallax: plain PyTorch, and DistributedDataParallel over gloo.
+"""The training of `lm1b.py` without Parallax: DistributedDataParallel, or plain PyTorch.
 
-Only for comparison. `Baseline` has the part of `parallax.Session` that the example uses, so that
+    parallax run -n 2 examples/lm1b_ddp.py --engine ddp-sparse
+
+Only for comparison. `Baseline` has the part of `parallax.Session` that the training uses, so that
 both run the same loop.
 """
 
@@ -14,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lm1b import build, keep, load, make_parser, parse_args, train
+from loop import steps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -70,9 +74,6 @@ class Baseline:
     def state_dict(self) -> dict[str, Any]:
         return self.model.state_dict()
 
-    def save(self, path: Path) -> None:
-        """Nothing: `model.pt` holds all that plain PyTorch would write."""
-
     def close(self) -> None:
         if self._distributed:
             dist.destroy_process_group()
@@ -91,3 +92,25 @@ class Shares:
     def __iter__(self) -> Iterator[Any]:
         self._sampler.set_epoch(next(self._epochs))
         return iter(self._loader)
+
+
+def main() -> None:
+    parser = make_parser()
+    parser.set_defaults(out=Path("runs/lm1b_ddp"))
+    parser.add_argument("--engine", choices=["ddp", "ddp-sparse", "plain"], default="ddp-sparse")
+    args = parse_args(parser)
+    num_words, loader, held_out = load(args)
+    model, optimizer = build(args, num_words, sparse=args.engine == "ddp-sparse")
+    session = Baseline(model, args.engine)
+
+    torch.manual_seed(1 + session.rank)  # Each worker draws its own candidates.
+    batches = steps(session, session.shard(loader), args.steps, args.engine)
+    seconds, losses = train(session.trained, model.lstm, optimizer, batches)
+    perplexity = model.perplexity(held_out)
+
+    keep(session, args, seconds, losses, num_words=num_words, perplexity=perplexity)
+    session.close()
+
+
+if __name__ == "__main__":
+    main()
