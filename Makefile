@@ -29,9 +29,9 @@ bench: .venv/bench.stamp ## Compare with the peers on hosts with shaped links (n
 	@$(BIN)/python -m benchmarks converge
 	@$(BIN)/python -m benchmarks report
 
-bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts
+bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts (needs root)
 	@benchmarks/testbed/install.sh
-	@$(BIN)/python -m benchmarks suite --quick --out runs/bench-quick
+	@$(BIN)/python -m benchmarks suite --quick --fresh --out runs/bench-quick
 	@$(BIN)/python -m benchmarks report runs/bench-quick --out runs/report-quick
 
 peers: ## Make a virtualenv for each peer
@@ -57,7 +57,7 @@ clean: ## Remove virtualenvs, runs and caches
 	@$(PIP) -c constraints.txt torch==2.13.0
 	@touch $@
 
-.venv/dev.stamp: .venv/torch.stamp pyproject.toml
+.venv/dev.stamp: .venv/text.stamp pyproject.toml
 	@echo "Installing Parallax and its development tools"
 	@$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -4,6 +4,8 @@
     python -m benchmarks run lm --hosts 8 --rate 200mbit --emulated
     python -m benchmarks converge                   # real text to a fixed perplexity
     python -m benchmarks predict                    # the planner's forecasts beside what steps took
+    python -m benchmarks partitions                 # several numbers of parts, and what is found
+    python -m benchmarks profile dlrm               # in which code processors spend a step
     python -m benchmarks report runs/bench --out docs/benchmarks
     python -m benchmarks peers                      # which are installed
 
@@ -22,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import convergence, partitions, predictions, report, suite
+from benchmarks import convergence, partitions, predictions, profiles, report, suite
 from benchmarks.contest import Contest, Setting, hold
 from benchmarks.crew import CrewError
 from benchmarks.engines import ALONE, ENGINES, OURS
@@ -84,10 +86,7 @@ def _place(known: list[str], name: str) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    engines = tuple(args.engines.split(",")) if args.engines else suite.LOOKED_UP
-    unknown = sorted(set(engines) - set(ENGINES))
-    if unknown:
-        raise SystemExit(f"--engines: {unknown[0]!r} is none of {', '.join(ENGINES)}")
+    engines = _known(args.engines.split(",")) if args.engines else suite.LOOKED_UP
     engines = (OURS, *(name for name in engines if name != OURS))
     if ALONE not in engines:
         engines += (ALONE,)
@@ -101,6 +100,13 @@ def run(args: argparse.Namespace) -> None:
         args.turn_seconds,
     )
     _end(measure([setting], args.out))
+
+
+def _known(engines: list[str]) -> tuple[str, ...]:
+    unknown = sorted(set(engines) - set(ENGINES))
+    if unknown:
+        raise SystemExit(f"--engines: {unknown[0]!r} is none of {', '.join(ENGINES)}")
+    return tuple(engines)
 
 
 def run_suite(args: argparse.Namespace) -> None:
@@ -164,6 +170,26 @@ def sweep(args: argparse.Namespace) -> None:
     print(f"\n{partitions.table(found)}\n")
 
 
+def sample(args: argparse.Namespace) -> None:
+    _check_testbed()
+    reason = profiles.missing()
+    if reason is not None:
+        raise SystemExit(f"profile: {reason}")
+    engines = _known(args.engines.split(","))
+    absent = [ENGINES[name].missing for name in engines if ENGINES[name].missing]
+    if absent:
+        raise SystemExit(f"--engines: {absent[0]}")
+    with tqdm(unit="part", file=sys.stdout, ncols=90) as bar:
+
+        def progress(standing: str) -> None:
+            bar.set_description_str(standing)
+            bar.update()
+
+        where = (args.workload, args.hosts, args.rate)
+        found = profiles.profile(*where, engines, args.steps, progress)
+    print(f"\n{profiles.table(args.workload, args.rate, found)}\n")
+
+
 def write_report(args: argparse.Namespace) -> None:
     from benchmarks.page import write
 
@@ -221,6 +247,13 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parts.add_argument("--rate", type=_rate, default="200mbit")
     parts.add_argument("--repetitions", type=_count, default=7, help="turns of each number")
     parts.set_defaults(act=sweep)
+    code = commands.add_parser("profile", help="in which code engines spend processors' time")
+    code.add_argument("workload", type=_workload, help=f"one of {', '.join(NAMES)}")
+    code.add_argument("--hosts", type=_hosts, default=4)
+    code.add_argument("--rate", type=_rate, default="200mbit", help="of every link, as in 1gbit")
+    code.add_argument("--engines", default="parallax,ddp-sparse,torchrec")
+    code.add_argument("--steps", type=_count, default=60, help="that are sampled, of each engine")
+    code.set_defaults(act=sample)
     page = commands.add_parser("report", help="a page with tables and plots of results")
     page.add_argument("folder", type=Path, nargs="?", default=RUNS)
     page.add_argument("--out", type=Path, default=Path("runs/report"))

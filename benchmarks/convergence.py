@@ -18,6 +18,7 @@ from benchmarks.crew import LOGS, Crew
 from benchmarks.engines import Engine
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import TEXT
+from benchmarks.workloads.text import HIDDEN, MAX_WORDS, NUM_SAMPLES, WIDTH, WINDOW, WINDOWS
 
 OURS = "Parallax"
 ENGINES = {
@@ -108,8 +109,10 @@ def _standing(tracks: dict[str, Track]) -> str:
 def table(outcome: Outcome) -> str:
     race = outcome.race
     lines = [
-        f"`lm1b` on real text to a perplexity of {race.target:g}, {race.num_hosts} hosts × "
-        f"{race.rate}, real compute ({outcome.started} UTC, {outcome.machine}):",
+        f"The model of `examples/lm1b.py` on real text to a perplexity of {race.target:g}, "
+        f"{race.num_hosts} hosts × {race.rate}, real compute ({outcome.started} UTC, "
+        f"{outcome.machine}). Tables of {MAX_WORDS:,} × {WIDTH}, a cell of {HIDDEN}, "
+        f"{NUM_SAMPLES:,} candidates, {WINDOWS} × {WINDOW} words a worker:",
         "",
         "| engine | steps | perplexity | seconds | Parallax = 1 |",
         "|---|---|---|---|---|",

@@ -13,14 +13,15 @@ INTRODUCTION = """# Benchmarks
 
 Parallax beside what people would use instead, on the same model, data, batches and hosts. The
 hosts are network namespaces of one machine with shaped links (`benchmarks/testbed`). All engines
-of a table are up together and train in turns, A B C A B C …, each stopped while another trains;
-`Parallax = 1` is the median of the ratios to Parallax's turns just before and after, and the only
-figure that means something on another machine. *Emulated accelerator* means that sleeps stand for
-the arithmetic of the layers, so that eight workers can share two cores; lookups, gradients,
-exchange and updates are real. *Limit* is the larger of computing alone (`no exchange`) and the
-engine's own bytes ÷ the link's rate; bytes are those that the busiest host's interface counted,
-headers included. TensorFlow's parameter server is asynchronous: its step is the time for one batch
-of every worker.
+of a table are up together and train in turns, A B C A B C …, each stopped while another trains
+(where memory does not suffice for all, in several sittings with Parallax in each, as told below the
+table); `Parallax = 1` is the median of the ratios to Parallax's turns just before and after, and
+the only figure that means something on another machine. *Emulated accelerator* means that sleeps
+stand for the arithmetic of the layers, so that eight workers can share two cores; lookups,
+gradients, exchange and updates are real. *Limit* is the larger of computing alone (`no exchange`)
+and the engine's own bytes ÷ the link's rate; bytes are those that the busiest host's interface
+counted, headers included. TensorFlow's parameter server is asynchronous: its step is the time for
+one batch of every worker.
 
 Under each table the first worker's own clock: forward, backward, update and batch add up to the
 step; *batch* is what it takes to get the next one, which for Parallax is when rows arrive that the
@@ -30,6 +31,10 @@ early also waits for the others. What is still on its way when a turn ends is wa
 in it. With real compute every synchronous engine has the same loss after the same steps; one that
 has not is marked. TorchRec's deduplication has no kernel for CPUs, so an id that a batch repeats
 travels as often. CPU is not told of TensorFlow, whose servers are processes of their own.
+
+The split of a step (a picture, and in the goals) is told in the same way for all, because most
+engines tell nothing of themselves: *compute* as without exchange, *update* by the engine's clock if
+it has one, *exchange* what its bytes take on the link, *wait* all the rest.
 
     make peers          # a virtualenv for each; those without one are left out
     make bench          # more than an hour

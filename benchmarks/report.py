@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 
 from benchmarks.contest import WARM_UP_STEPS, Contest, Setting
 from benchmarks.engines import ALONE, ENGINES, OURS
@@ -102,7 +103,29 @@ def _note(contest: Contest) -> str:
     return (
         f"{contest.started} UTC, {contest.machine}; {len(first.turns)} turns of each "
         f"engine, {first.num_steps} steps in a turn of Parallax at "
-        f"{first.versions.get('parallax', 'an unknown commit')}."
+        f"{first.versions.get('parallax', 'an unknown commit')}.{_sittings(contest)}"
+    )
+
+
+def _sittings(contest: Contest) -> str:
+    """Who was up with whom, if not all were."""
+    sittings = [[each for each in one if each.absent is None] for one in contest.sittings]
+    sittings = [sitting for sitting in sittings if sitting]
+    if len(sittings) < 2:
+        return ""
+    groups = [
+        ", ".join(ENGINES[each.engine].title for each in sitting if each.engine != OURS)
+        for sitting in sittings
+    ]
+    steps = [
+        f"{1e3 * median(turn.seconds for turn in each.turns):,.1f}"
+        for sitting in sittings
+        for each in sitting
+        if each.engine == OURS
+    ]
+    return (
+        f" {len(sittings)} sittings, for memory: {'; '.join(groups)}. Parallax was in each, at "
+        f"{', '.join(steps)} ms; its row is the first."
     )
 
 

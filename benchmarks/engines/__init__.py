@@ -106,4 +106,6 @@ ENGINES = {
         f"parallax-{wire}": ours(f"Parallax {wire}", rounds=True, wire=wire)
         for wire in ("bf16", "int8")
     },
+    # Also where the plan would have a table whole.
+    "parallax-sharded": ours("Parallax sharded", routes={"tables.*": "sharded"}),
 }

@@ -40,6 +40,7 @@ def start(task: Task) -> Trainer:
             for _ in range(num_steps):
                 text.step(trained, model, optimizer, batch)
                 batch = next(data)
+            dist.barrier()  # Until the slowest worker is there.
         return float(model.perplexity(text.held_out))
 
     return turn

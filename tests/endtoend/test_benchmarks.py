@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
+from benchmarks import convergence
 from benchmarks.contest import Contest, Setting, hold
+from benchmarks.crew import CrewError
 from benchmarks.engines import ENGINES, Engine
 from benchmarks.limits import formula_bytes
+from benchmarks.report import LOSS_TOLERANCE
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import by_name
 
@@ -57,3 +61,46 @@ def test_the_same_steps_give_the_same_loss(monkeypatch: pytest.MonkeyPatch) -> N
     for mine, theirs in zip(ours.turns, ddp.turns, strict=True):
         assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
     assert ours.turns[1].loss < ours.turns[0].loss
+
+
+PEERS = ("ddp-dense", "horovod", "torchrec", "torchrec-table", "deepspeed", "tensorflow")
+
+
+@pytest.fixture(scope="module")
+def beside_peers() -> Contest:
+    """Those that are installed, all in one contest: `make peers`."""
+    engines = [name for name in PEERS if ENGINES[name].missing is None]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "parallax", replace(ENGINES["parallax"], settling_steps=0))
+        setting = Setting("sparsity-2", 2, "1gbit", False, ("parallax", *engines), 1, 1e-6)
+        return hold(setting, lambda _: None)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.timeout(600)
+def test_a_peer_trains_the_same(name: str, request: pytest.FixtureRequest) -> None:
+    if ENGINES[name].missing is not None:
+        pytest.skip(str(ENGINES[name].missing))
+    contest: Contest = request.getfixturevalue("beside_peers")
+    results = {each.engine: each for sitting in contest.sittings for each in sitting}
+    assert results[name].absent is None
+    assert results[name].turns
+    if ENGINES[name].is_synchronous:
+        assert results[name].loss == pytest.approx(results["parallax"].loss, rel=LOSS_TOLERANCE)
+
+
+@pytest.mark.skipif(find_spec("gensim") is None, reason="the text comes with gensim")
+@pytest.mark.timeout(600)
+def test_a_race_on_real_text_has_the_same_perplexities() -> None:
+    race = convergence.Race(num_hosts=2, rate="1gbit", turn_steps=4, max_steps=8)
+    try:
+        tracks = convergence.run(race, lambda _: None).tracks
+    except CrewError as error:
+        if "DDP" in str(error):  # torch's sparse all-reduce over gloo rarely aborts the process.
+            pytest.skip(str(error))
+        raise
+    ours, theirs = tracks["Parallax"], tracks["DDP sparse"]
+    assert ours.steps == theirs.steps == [4, 8]
+    assert ours.perplexities == pytest.approx(theirs.perplexities, rel=1e-3)
+    assert ours.perplexities[1] < ours.perplexities[0]  # Adagrad's very first steps overshoot.
+    assert ours.seconds[1] > ours.seconds[0] > 0

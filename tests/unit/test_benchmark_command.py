@@ -32,6 +32,7 @@ def held(setting: Setting) -> Contest:
         (["run", "lm", "--turn-seconds", "nan"], "'nan' is no number above 0"),
         (["run", "lm", "--engines", "mxnet"], "'mxnet' is none of"),
         (["converge", "--hosts", "two"], "'two' is no number"),
+        (["profile", "cnn"], "workload 'cnn' is none of"),
         (["report", "no-such-folder"], "has no results"),
     ],
 )
@@ -55,7 +56,8 @@ def test_results_are_in_the_order_of_the_suite_and_others_after_them(tmp_path: P
 
 def test_every_setting_of_the_suite_has_or_explains_every_peer() -> None:
     peers = {"ddp-sparse", "ddp-dense", "horovod", "torchrec", "deepspeed", "tensorflow"}
-    for setting in suite.full():
+    for setting in (*suite.full(), *suite.quick()):
+        assert setting.repetitions >= 5
         assert not set(setting.engines) & set(setting.left_out)
         assert peers <= {*setting.engines, *setting.left_out}, setting.name
         assert setting.engines[0] == "parallax"
@@ -67,7 +69,7 @@ def test_the_suite_measures_every_goal() -> None:
     engines = {setting.name: {*setting.engines, "limit", "formula"} for setting in suite.full()}
     assert len(engines) == len(suite.full())
     for goal in GOALS:
-        assert {goal.against, goal.engine} <= engines[goal.setting]
+        assert {goal.against, goal.engine} <= engines[goal.setting] | set(engines)
 
 
 def test_what_takes_too_long_says_how_long() -> None:

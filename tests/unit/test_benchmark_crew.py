@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,25 @@ WORKER = """#!{python}
 import json, os, sys, time
 
 manner, steps = sys.argv[3], 0
+folder = os.path.dirname(sys.argv[0])
+
+def state(pid):
+    # T if it is stopped; a process that was told so may need a moment.
+    for _ in range(100):
+        with open(f"/proc/{{pid}}/stat") as stat:
+            found = stat.read().rpartition(")")[2].split()[0]
+        if found == "T":
+            break
+        time.sleep(0.01)
+    return found
+
+def note_states():
+    with open(f"{{folder}}/pids") as pids, open(f"{{folder}}/turns", "a") as turns:
+        others = [int(pid) for pid in pids if int(pid) != os.getpid()]
+        print(json.dumps([os.getpid(), [state(pid) for pid in others]]), file=turns)
+
+with open(f"{{folder}}/pids", "a") as pids:
+    print(os.getpid(), file=pids)
 if manner == "fails":
     print(json.dumps({{"error": "no way"}}), flush=True)
     time.sleep(600)
@@ -30,6 +50,8 @@ for line in sys.stdin:
         sys.exit(3)
     if manner == "hangs":
         time.sleep(600)
+    if manner == "notes":
+        note_states()
     if manner == "babbles":
         print("hello", flush=True)
     answer = {{"seconds": 1.0, "cpu_seconds": 0.5, "loss": steps, "spans": {{"forward": 0.1}}}}
@@ -155,6 +177,20 @@ def test_all_engines_have_the_loss_of_the_same_step_and_those_that_fail_are_name
     assert "no way" in str(results["two"].absent)
     assert "sparsity-2-2xloopback-real/three-" in str(results["three"].absent)
     assert results["four"].absent == "no time"
+
+
+def test_engines_take_turns_and_are_stopped_in_those_of_others(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.contest.LOGS", tmp_path)
+    for name in ("parallax", "one", "two"):
+        monkeypatch.setitem(ENGINES, name, Actor(name, "notes", program=program))
+    setting = Setting("sparsity-2", 1, None, False, ("parallax", "one", "two"), 3)
+    (sitting,) = hold(setting, lambda _: None).sittings
+    pids = [int(each.versions["pid"]) for each in sitting]
+    turns = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
+    assert [pid for pid, _ in turns[-12:]] == 4 * pids  # A round that nobody counts, and three.
+    assert all(states == ["T", "T"] for _, states in turns)
 
 
 def test_parallax_may_not_fail(

@@ -9,17 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure as Picture
 
 from benchmarks import goals, limits, report
 from benchmarks.contest import Contest, Result, Setting, sittings_of, too_large
 from benchmarks.crew import Turn
 from benchmarks.engines import ENGINES
 from benchmarks.figures import figures_of
-from benchmarks.memory import available_bytes
 from benchmarks.page import write
 from benchmarks.workloads import by_name
 from benchmarks.workloads.model import Accelerated, Model, batches, make_layers
 from benchmarks.workloads.workload import pieces
+from parallax.memory import available_bytes
 
 WORKLOADS = ["lm", "nmt", "dlrm", "resnet", "sparsity-2"]
 
@@ -213,6 +214,16 @@ def test_with_real_compute_a_synchronous_engine_with_another_loss_is_marked() ->
     assert "- **DDP sparse has another loss than Parallax" in report.table(held)
 
 
+def test_sittings_are_told() -> None:
+    held = contest()
+    assert "sittings" not in report.table(held)
+    ours, ddp, alone = held.sittings[0]
+    later = dataclasses.replace(ours, turns=[turn(s, 5e6) for s in (0.3, 0.4, 0.5)])
+    held.sittings[:1] = [[ours, alone], [later, ddp]]
+    told = "2 sittings, for memory: no exchange; DDP sparse. Parallax was in each, at 300.0, 400.0"
+    assert told in report.table(held)
+
+
 def test_too_few_bytes_are_told() -> None:
     held = contest()
     for moved, is_told in ((6e6, False), (4e6, True)):
@@ -230,6 +241,10 @@ def test_goals_say_what_was_and_was_not_reached() -> None:
     assert any("Horovod | ≥ 6 × | not measured" in line for line in lines)
     assert any("its limit | ≤ 1.25 × | 1.50 × | **not reached**" in line for line in lines)
     assert any("its formula | ≤ 1.05 ×" in line and "| reached" in line for line in lines)
+    against = "| lm-8x200mbit-emulated | lm-2x200mbit-emulated | ≤ 1.3 × |"
+    assert any(f"{against} not measured" in line for line in lines)
+    lines = goals.goals_table([contest(), contest(num_hosts=2)]).splitlines()
+    assert any(f"{against} 1.00 × | reached" in line for line in lines)
 
 
 def test_engines_sit_together_as_memory_allows() -> None:
@@ -270,6 +285,24 @@ def test_an_engine_of_three_processes_needs_the_memory_of_three() -> None:
             {"memory/a/memory.limit_in_bytes": "700", "memory/a/memory.usage_in_bytes": "100"},
             600,
         ),
+        (
+            "4:memory:/a",
+            {
+                "memory/a/memory.limit_in_bytes": "700",
+                "memory/a/memory.usage_in_bytes": "650",
+                "memory/a/memory.stat": "total_active_file 8\ntotal_inactive_file 42",
+            },
+            100,
+        ),
+        (
+            "0::/a",
+            {
+                "a/memory.max": "700",
+                "a/memory.current": "650",
+                "a/memory.stat": "anon 9\nactive_file 20\ninactive_file 30",
+            },
+            100,
+        ),
     ],
 )
 def test_memory_is_what_machine_and_container_leave(
@@ -285,13 +318,29 @@ def test_memory_is_what_machine_and_container_leave(
     assert available_bytes(tmp_path, tmp_path / "groups") == expected
 
 
-def test_results_are_kept_and_become_a_page(tmp_path: Path) -> None:
+def test_results_are_kept_and_become_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     contests = [contest(), contest("nmt", 4), contest("sparsity-2", 4), contest("sparsity-50", 4)]
     for number, held in enumerate(contests):
         held.save(tmp_path / f"{number}.json")
         assert Contest.load(tmp_path / f"{number}.json") == held
+    drawn: dict[str, list[str]] = {}
+    save = Picture.savefig
+
+    def savefig(picture: Picture, path: Path, **options: object) -> None:
+        axes = [each for each in picture.axes if each.lines or each.patches]
+        handles = [each.get_legend_handles_labels()[1] for each in axes]
+        drawn[Path(path).stem] = sorted({label for labels in handles for label in labels})
+        save(picture, path, **options)
+
+    monkeypatch.setattr(Picture, "savefig", savefig)
     page = write(contests, None, tmp_path / "page")
     text = page.read_text()
+    assert {"DDP sparse", "Parallax", "Parallax's limit"} <= set(drawn["throughput"])
+    assert {"DDP sparse", "Parallax"} <= set(drawn["bytes"])
+    assert drawn["split"] == ["compute", "exchange", "update", "wait"]
+    assert {"DDP sparse", "Parallax"} <= set(drawn["sparsity"])
     assert "## lm, 8 hosts × 200mbit, emulated accelerator" in text
     for name in ("throughput", "bytes", "split", "sparsity"):
         assert f"![{name}]({name}.png)" in text

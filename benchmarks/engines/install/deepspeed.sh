@@ -1,18 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv-peers/deepspeed: torch, and DeepSpeed for CPUs. Needs a C++ compiler.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
-VENV=$PWD/.venv-peers/deepspeed
-[ ! -e "$VENV/installed" ] || exit 0
+. "$(dirname "${BASH_SOURCE[0]}")/begin.sh"
+begin deepspeed "DeepSpeed 0.19.8"
 
-pip() { "$VENV/bin/pip" "$@" --quiet --disable-pip-version-check; }
-
-echo "Installing PyTorch (about 200 MB) in .venv-peers/deepspeed"
-"${PYTHON:-python3}" -m venv --clear "$VENV"
-# First and alone: other versions bring gigabytes of GPU libraries.
-pip install torch==2.13.0
-
-echo "Building DeepSpeed 0.19.8"
+echo "Building it"
 pip install setuptools==80.10.2 wheel==0.45.1 einops==0.8.2 hjson==3.1.0 msgpack==1.2.4 \
     ninja==1.13.2 numpy==2.4.6 packaging==26.3 psutil==7.2.2 py-cpuinfo==9.0.0 \
     pydantic==2.14.3 tqdm==4.70.1
@@ -25,4 +17,4 @@ DS_ACCELERATOR=cpu "$VENV/bin/python" - >/dev/null <<EOF
 import deepspeed
 import deepspeed.ops.comm.deepspeed_shm_comm_op
 EOF
-touch "$VENV/installed"
+finish
