@@ -194,8 +194,9 @@ class Backward:
 
     def _count_nonfinite(self, parcels: list[Parcel]) -> None:
         values = [parcel.values for parcel in parcels if parcel.values.numel()]
-        # A norm tells in the usual case that there is nothing to count.
-        if not values or bool(torch.stack(torch._foreach_norm(values, 1)).isfinite().all()):
+        # Sums tell in the usual case that there is nothing to count; one may also overflow.
+        sums = [each.sum(dtype=torch.promote_types(each.dtype, torch.float32)) for each in values]
+        if not sums or bool(torch.stack(sums).isfinite().all()):
             return
         for parcel in parcels:
             bad = (~parcel.values.isfinite()).reshape(len(parcel.values), -1).any(1)

@@ -106,7 +106,7 @@ class Course:
         self._tuner.end_step(self._peers.ledger.steps[-1].seconds)
 
     def look(self, reductions: int) -> None:
-        """All optimizers have stepped: the plan may change now.
+        """All optimizers have stepped since the last time: the plan may change now.
 
         Gradients came together so often since the beginning.
         """

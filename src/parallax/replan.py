@@ -90,7 +90,8 @@ class Replanner:
         self._drift = Drift()
 
     def end_step(self, reductions: int) -> None:
-        """All optimizers have stepped, on all workers; gradients came together so often so far."""
+        """All optimizers have stepped since the last time, on all workers; gradients came together
+        so often so far."""
         self._num_steps += 1
         if self._peers.num_workers == 1 or self._num_steps < self._next:
             return

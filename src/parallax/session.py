@@ -105,6 +105,7 @@ class Session:
         self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
+        self._have_stepped: set[int] = set()
         self._join()
         self._log_plan()
         self._progress.follow(self._backward)
@@ -482,7 +483,9 @@ class Session:
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] > self._peers.step:
             self._end_step()
-        if min(self._steps.values()) == max(self._steps.values()):
+        self._have_stepped.add(id(optimizer))
+        if len(self._have_stepped) == len(self.optimizers):  # Some may step more often.
+            self._have_stepped.clear()
             self._weight.end_step()
             self._course.look(self._backward.count)
         is_settled = self._steps[id(optimizer)] == min(self._steps.values())

@@ -27,6 +27,8 @@ class Script:
     accumulate: int = 1
     late_backward: bool = False
     two_optimizers: bool = False
+    cadence: int = 1
+    """Steps of the first one for each of the second."""
     sparse: bool = False
     replan: bool = True
     num_steps: int = STEPS
@@ -86,8 +88,9 @@ def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[str
         if loss is not None:
             loss.backward()
         if loss is not None and (step + 1) % script.accumulate == 0:
-            for optimizer in optimizers:
-                optimizer.step()
+            for place, optimizer in enumerate(optimizers):
+                if place == 0 or (step + 1) % script.cadence == 0:
+                    optimizer.step()
             if (step + 1) % script.zero_every == 0:
                 model.zero_grad()
         routes.append(session.plan["words.weight"].route.value)
@@ -116,6 +119,7 @@ def assert_same(script: Script, num_workers: int, folder: str = "") -> list[str]
         Script(optimizer="SGD", zero_every=3),
         Script(accumulate=2),
         Script(two_optimizers=True),
+        Script(two_optimizers=True, cadence=2),
         Script(sparse=True),
     ],
 )

@@ -215,10 +215,11 @@ def _cut_parcels(
 
 
 def _rows_of(parcel: Parcel, rows: Tensor) -> Parcel:
-    slots = parcel.slots[rows]
+    slots = parcel.slots.index_select(0, rows)
     if parcel.packed is not None:  # Its values stay here.
-        return replace(parcel, slots=slots, values=parcel.values[:0], packed=parcel.packed[rows])
-    return replace(parcel, slots=slots, values=parcel.values[rows])
+        packed = parcel.packed.index_select(0, rows)
+        return replace(parcel, slots=slots, values=parcel.values[:0], packed=packed)
+    return replace(parcel, slots=slots, values=parcel.values.index_select(0, rows))
 
 
 @dataclass(frozen=True)
