@@ -19,6 +19,8 @@ import argparse
 import itertools
 import math
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,7 @@ def converge(args: argparse.Namespace) -> None:
     _check_testbed()
     args.out.mkdir(parents=True, exist_ok=True)
     race = convergence.Race(args.perplexity, args.hosts, args.rate)
-    with tqdm(unit="turn", file=sys.stdout, ncols=110) as bar:
-
-        def progress(standing: str) -> None:
-            bar.set_description_str(standing)
-            bar.update()
-
+    with _standing("turn", ncols=110) as progress:
         outcome = convergence.run(race, progress)
     outcome.save(args.out / CONVERGENCE)
     print(f"\n{convergence.table(outcome)}\n")
@@ -159,12 +156,7 @@ def predict(args: argparse.Namespace) -> None:
 
 def sweep(args: argparse.Namespace) -> None:
     _check_testbed()
-    with tqdm(unit="turn", file=sys.stdout, ncols=90) as bar:
-
-        def progress(standing: str) -> None:
-            bar.set_description_str(standing)
-            bar.update()
-
+    with _standing("turn") as progress:
         where = (args.workload, args.hosts, args.rate, args.repetitions)
         found = partitions.sweep(*where, progress)
     print(f"\n{partitions.table(found)}\n")
@@ -179,15 +171,22 @@ def sample(args: argparse.Namespace) -> None:
     absent = [ENGINES[name].missing for name in engines if ENGINES[name].missing]
     if absent:
         raise SystemExit(f"--engines: {absent[0]}")
-    with tqdm(unit="part", file=sys.stdout, ncols=90) as bar:
+    with _standing("part") as progress:
+        where = (args.workload, args.hosts, args.rate)
+        found = profiles.profile(*where, engines, args.steps, progress)
+    print(f"\n{profiles.table(args.workload, args.rate, found)}\n")
+
+
+@contextmanager
+def _standing(unit: str, ncols: int = 90) -> Iterator[Callable[[str], None]]:
+    """A bar that goes on by one whenever it is told how things stand."""
+    with tqdm(unit=unit, file=sys.stdout, ncols=ncols) as bar:
 
         def progress(standing: str) -> None:
             bar.set_description_str(standing)
             bar.update()
 
-        where = (args.workload, args.hosts, args.rate)
-        found = profiles.profile(*where, engines, args.steps, progress)
-    print(f"\n{profiles.table(args.workload, args.rate, found)}\n")
+        yield progress
 
 
 def write_report(args: argparse.Namespace) -> None:

@@ -19,8 +19,6 @@ from parallax.plan import Plan
 _FIRST_SECONDS, _MAX_SECONDS, _GROWTH = 1.0, 60.0, 1.2
 """Steps of a second share a line, later those of a minute: the folder must not cost what it tells
 of, nor fill the disk in a training of weeks."""
-
-
 _OTHER_RATE = 1.5
 """By which links differ for which a number of parts must be found anew."""
 
