@@ -195,8 +195,7 @@ def _restore_state(
     table: TableRows | None,
     rank: int,
 ) -> None:
-    # Without the old state there is room for the new.
-    optimizer.state.pop(parameter, None)
+    old = optimizer.state.pop(parameter, {})
     if not state:
         return
     target = parameter if table is None else table.shard
@@ -205,7 +204,7 @@ def _restore_state(
     counts_there = bool(group.get("capturable") or group.get("fused"))
     for key, value in state.items():
         if isinstance(value, Saved):
-            fresh = torch.empty(target.shape, dtype=value.dtype, device=target.device)
+            fresh = _room(old.pop(key, None), target, value.dtype)
             if table is None:
                 value.copy_to(fresh)
             else:
@@ -215,3 +214,15 @@ def _restore_state(
         else:
             fresh = owned(value)
         optimizer.state[parameter][key] = fresh
+
+
+def _room(old: Any, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the state of a tensor goes: into the old one if it fits, as freed memory is not always
+    given back in time for the new."""
+    if (
+        isinstance(old, Tensor)
+        and (old.shape, old.dtype, old.device) == (target.shape, dtype, target.device)
+        and old.is_contiguous()
+    ):
+        return old
+    return torch.empty(target.shape, dtype=dtype, device=target.device)
