@@ -60,8 +60,9 @@ class Config:
     has the address of the host's name, and NCCL chooses. Where GLOO_SOCKET_IFNAME or
     NCCL_SOCKET_IFNAME is set it wins: hosts of one job may name their interfaces differently."""
 
-    bucket_megabytes: float = 25.0
-    """Size of the buckets in which dense gradients are all-reduced beside backward."""
+    bucket_megabytes: float | None = None
+    """Size of the buckets in which dense gradients are all-reduced beside backward. By default
+    torch's own: a first one of 1 MB, so that the links soon have something to do, then 25 MB."""
 
     broadcast_buffers: bool = True
     """Give rank 0's buffers (say batch-norm statistics) to all after steps that changed them."""
@@ -131,10 +132,10 @@ class Config:
             if not isinstance(getattr(self, name), bool):
                 given = getattr(self, name)
                 raise ConfigError(f"Config.{name} takes true or false, not {given!r}")
-        for name in ("timeout_seconds", "bucket_megabytes"):
-            _check_positive(name, getattr(self, name))
-        if self.checkpoint_seconds is not None:
-            _check_positive("checkpoint_seconds", self.checkpoint_seconds)
+        _check_positive("timeout_seconds", self.timeout_seconds)
+        for name in ("bucket_megabytes", "checkpoint_seconds"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         if self.checkpoint_steps is not None:
             _check_count("checkpoint_steps", self.checkpoint_steps)
         for name in ("ledger_steps", "min_partitions", "checkpoint_keep"):

@@ -11,6 +11,10 @@ None back. Each reduction therefore averages exactly what is in `.grad` on every
 multiplies its gradients by n_i·N/Σn, as they arrive and only if that is not 1. Gradients that are
 accumulated over several backwards keep each its own weight, and reducing twice changes nothing,
 because the weights of the workers sum to N.
+
+[Note: copies] Only copies in buckets are divided, and they are copied back into gradients: torch
+may have two gradients share memory, and views of buckets, which would save copies, would change
+under a script that keeps a gradient while the next backward runs.
 """
 
 import time
@@ -37,7 +41,7 @@ class DenseRoute:
         peers: Peers,
         group: dist.ProcessGroup | None,
         sums: dist.ProcessGroup | None,
-        bucket_megabytes: float,
+        bucket_megabytes: float | None,
         begin: Callable[[], float],
         scale: Callable[[], float],
         order: list[str],
@@ -53,6 +57,7 @@ class DenseRoute:
         self._handles: dict[str, list[Any]] = {}
         self._fired: set[str] = set()
         self._reduced: list[str] = []
+        self._sent_bytes: dict[str, float] = {}
         self._engine: DistributedDataParallel | None = None
         self._works: list[dist.Work] = []
         self._directs: DirectSums | None = None
@@ -126,7 +131,7 @@ class DenseRoute:
             for each in summed:
                 each.result()
         if self._engine is not None:
-            self._book(self._reduced, time.perf_counter() - start)
+            self._peers.ledger.add_shared(self._sent_bytes, time.perf_counter() - start)
 
     def forget(self, names: list[str]) -> None:
         """Parameters that have no gradient on any worker have none here either."""
@@ -150,8 +155,9 @@ class DenseRoute:
             for name in strays:
                 gradient = self.parameters[name].grad
                 assert gradient is not None
-                self._peers.wait(self._average(gradient))
-        self._book(strays, time.perf_counter() - start)
+                if self._peers.num_workers > 1:
+                    self._peers.wait(self._sum(gradient.div_(self._peers.num_workers)))
+        self._peers.ledger.add_shared(self._sent_of(strays), time.perf_counter() - start)
 
     # Inside -------------------------------------------------------------------------------
 
@@ -189,7 +195,7 @@ class DenseRoute:
 
     def _build_engine(self, names: list[str]) -> None:
         self._drop_engine()
-        self._reduced = names
+        self._reduced, self._sent_bytes = names, self._sent_of(names)
         if not names or self._peers.num_workers == 1:
             return
         holder = nn.Module()
@@ -206,31 +212,24 @@ class DenseRoute:
         if self._engine is not None:
             self._engine.reducer._remove_autograd_hooks()
             self._engine = None
-        self._reduced = []
+        self._reduced, self._sent_bytes = [], {}
 
     def _reduce_bucket(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        values = bucket.buffer()
+        values = bucket.buffer().div_(self._peers.num_workers)  # See [Note: copies].
         if self._directs is not None and is_small(values):
-            done, summed = self._directs.start(values.div_(self._peers.num_workers))
+            done, summed = self._directs.start(values)
             self._summed.append(summed)
             return done
-        work = self._average(values)
-        assert work is not None
+        work = self._sum(values)
         self._works.append(work)
         return work.get_future().then(lambda done: done.value()[0])
 
-    def _average(self, values: Tensor) -> dist.Work | None:
-        if self._peers.num_workers == 1:
-            return None
-        values.div_(self._peers.num_workers)
+    def _sum(self, values: Tensor) -> dist.Work:
         return dist.all_reduce(values, group=self._group, async_op=True)  # type: ignore[no-any-return]
 
-    def _book(self, names: list[str], seconds: float) -> None:
-        """These have been reduced, which was waited for so long."""
-        sizes = [self.parameters[name].nbytes for name in names]
-        seconds /= max(sum(sizes), 1)
-        for name, size_bytes in zip(names, sizes, strict=True):
-            sent = cost.allreduce_bytes(size_bytes, self._peers.num_workers)
-            self._peers.ledger.add(
-                name, sent_bytes=sent, received_bytes=sent, seconds=seconds * size_bytes
-            )
+    def _sent_of(self, names: list[str]) -> dict[str, float]:
+        """Bytes that go each way when these are reduced."""
+        return {
+            name: cost.allreduce_bytes(self.parameters[name].nbytes, self._peers.num_workers)
+            for name in names
+        }

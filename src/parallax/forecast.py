@@ -22,8 +22,8 @@ from parallax import cost
 from parallax.cost import Cluster, Touched, Traffic
 from parallax.ledger import Record
 
-_FIRST_BUCKET_BYTES = 1 << 20
-"""Torch's reducer begins with a small one."""
+_BUCKET_BYTES = (1 << 20, 25 << 20)
+"""Of torch's reducer, if nobody sets them: the first one, the others."""
 _BACKWARD_SHARE = 2 / 3
 """Of the compute: a backward multiplies twice where a forward does once."""
 
@@ -64,23 +64,29 @@ class Work:
     """Without any waiting."""
     samples: float
     """Of a worker, in whatever the throughput is told in."""
-    bucket_bytes: float = 25e6
-    """Dense gradients that are all-reduced together."""
+    bucket_bytes: float | None = None
+    """Dense gradients that are all-reduced together, where torch's own sizes are not taken."""
     reductions: float = 1.0
     """In a step; dense gradients and rows are those of all of them."""
 
     @property
     def last_share(self) -> float:
         """Of the dense gradients: what is in their last bucket."""
-        rest = self.dense_bytes - _FIRST_BUCKET_BYTES
-        last = self.dense_bytes if rest <= 0 else rest % self.bucket_bytes or self.bucket_bytes
+        first, others = self._buckets
+        rest = self.dense_bytes - first
+        last = self.dense_bytes if rest <= 0 else rest % others or others
         return last / self.dense_bytes if self.dense_bytes else 0.0
 
     @property
     def window_seconds(self) -> float:
         """Of the backward: what is left when the first bucket is full."""
-        first_share = min(1.0, _FIRST_BUCKET_BYTES / self.dense_bytes) if self.dense_bytes else 1.0
+        first_share = min(1.0, self._buckets[0] / self.dense_bytes) if self.dense_bytes else 1.0
         return _BACKWARD_SHARE * self.compute_seconds * (1 - first_share)
+
+    @property
+    def _buckets(self) -> tuple[float, float]:
+        """The first one's size, and that of the others."""
+        return _BUCKET_BYTES if self.bucket_bytes is None else (self.bucket_bytes,) * 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,9 @@ class Line(Protocol):
     def exact_row_bytes(self) -> float: ...
 
 
-def work_of(lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes: float) -> Work:
+def work_of(
+    lines: Iterable[Line], mean: Record, num_workers: int, bucket_bytes: float | None
+) -> Work:
     """The step that was seen, under a plan with these lines."""
     tables, dense_bytes, reductions = [], 0.0, mean.reductions or 1.0
     for line in lines:

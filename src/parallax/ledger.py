@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 
 @dataclass
@@ -116,6 +116,19 @@ class Ledger:
         for name, amount in amounts.items():
             setattr(entry, name, getattr(entry, name) + amount)
 
+    def add_shared(self, sent_bytes: Mapping[str, float], seconds: float) -> None:
+        """Write an exchange of several parameters: as many bytes came of each, and the time that
+        it was waited for is shared out by them."""
+        entries, seconds = self._open.parameters, seconds / max(sum(sent_bytes.values()), 1)
+        for name, size in sent_bytes.items():
+            entry = entries.get(name)
+            if entry is None:
+                entries[name] = Entry(size, size, size * seconds)
+            else:
+                entry.sent_bytes += size
+                entry.received_bytes += size
+                entry.seconds += size * seconds
+
     def add_samples(self, number: float) -> None:
         self._open.samples += number
 
@@ -193,4 +206,8 @@ class Ledger:
 
 def _add_all(entries: Mapping[str, Entry], totals: dict[str, Entry]) -> None:
     for name, entry in entries.items():
-        totals.setdefault(name, Entry()).add(entry)
+        total = totals.get(name)
+        if total is None:
+            totals[name] = replace(entry)
+        else:
+            total.add(entry)

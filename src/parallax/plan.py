@@ -63,8 +63,8 @@ class Plan:
     """Hosts whose workers ask and push together; None: each worker does for itself."""
     num_partitions: int = 1
     """Parts in which the gradients of rows travel."""
-    bucket_bytes: float = 25e6
-    """Dense gradients that are all-reduced together."""
+    bucket_bytes: float | None = None
+    """Dense gradients that are all-reduced together, where torch's own sizes are not taken."""
     seconds_per_step: float | None = None
     """As measured, over the newest steps."""
     predicted_seconds: float | None = None

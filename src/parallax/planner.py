@@ -60,7 +60,9 @@ def make_plan(
             fact.size_bytes,
         )
         parameters.append(priced(line, num_workers))
-    return Plan(num_workers, tuple(parameters), bucket_bytes=1e6 * config.bucket_megabytes)
+    megabytes = config.bucket_megabytes
+    bucket_bytes = None if megabytes is None else megabytes * (1 << 20)
+    return Plan(num_workers, tuple(parameters), bucket_bytes=bucket_bytes)
 
 
 def decide(fact: Facts, updater: Updater, config: Config, num_workers: int) -> tuple[Route, str]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.support.models import EXACT, LAZY, ROW_FORMS, WHOLE_FORMS
@@ -97,28 +103,64 @@ def test_frozen_tables_can_be_sharded_for_their_memory() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 5])
-def test_large_and_small_dense_gradients(num_workers: int) -> None:
+@pytest.mark.parametrize("bucket_megabytes", [None, 1.2])
+def test_large_and_small_dense_gradients(bucket_megabytes: float | None, num_workers: int) -> None:
     """Those of one megabyte at most take another way. See [Note: direct]."""
-    found = run_workers(_train_wide, num_workers)
-    alone = _train_wide()
+    found = run_workers(_train_wide, num_workers, bucket_megabytes)
+    alone = _train_wide(bucket_megabytes)
     for state in found:
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
             assert torch.equal(state[name], found[0][name])
 
 
-def _train_wide() -> dict[str, torch.Tensor]:
+def test_dense_gradients_travel_while_the_backward_goes_on() -> None:
+    for events in run_workers(_events_of_a_backward, 2):
+        assert events == ["all-reduce", "first layer", "all-reduce"]
+
+
+def _train_wide(bucket_megabytes: float | None) -> dict[str, torch.Tensor]:
+    with _wide(bucket_megabytes) as (model, step):
+        for _ in range(3):
+            step()
+        return dict(model.state_dict())
+
+
+def _events_of_a_backward() -> list[str]:
+    events: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def seen(*arguments: Any, **options: Any) -> Any:
+        events.append("all-reduce")
+        return all_reduce(*arguments, **options)
+
+    with _wide(None) as (model, step):
+        step()  # Shows the order of the gradients.
+        step()  # Has the buckets anew.
+        model[0].weight.register_hook(lambda gradient: events.append("first layer"))
+        with patch.object(dist, "all_reduce", seen):
+            step()
+    return events
+
+
+@contextmanager
+def _wide(
+    bucket_megabytes: float | None,
+) -> Iterator[tuple[nn.Sequential, Callable[[], None]]]:
+    """A model, and a step of its training."""
     import parallax
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 600), nn.Linear(600, 600), nn.Linear(600, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = parallax.parallelize(model, optimizer, bucket_megabytes=1.2)
+    session = parallax.parallelize(model, optimizer, bucket_megabytes=bucket_megabytes)
     rows = torch.arange(session.rank, 60, session.num_workers)
     batch = torch.randn(60, 7)[rows]
-    for _ in range(3):
+
+    def step() -> None:
         optimizer.zero_grad()
         model(batch).square().mean().backward()
         optimizer.step()
+
+    yield model, step
     session.close()
-    return dict(model.state_dict())

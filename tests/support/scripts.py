@@ -246,6 +246,31 @@ def discarded_gradients(session: Any, model: Any, optimizer: Any, batches: list[
 
 
 @script
+def gradients_put_aside(session: Any, model: Any, optimizer: Any, batches: list[Batch]) -> None:
+    """A gradient that a script has kept stays what it was, whatever the next backward brings."""
+    layer = model.hidden.weight
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        session.weight(len(first[0]))
+        model(first).backward()
+        aside, layer.grad = layer.grad, None
+        session.weight(len(second[0]))
+        model(second).backward()
+        layer.grad = layer.grad - 0.5 * aside
+        step(optimizer)
+
+
+@script
+def gradients_that_share_memory(
+    session: Any, model: Any, optimizer: Any, batches: list[Batch]
+) -> None:
+    for _ in batches:
+        loss = (model.hidden.bias + model.extra.bias).square().sum()
+        (gradient,) = torch.autograd.grad(loss, [model.hidden.bias])
+        model.hidden.bias.grad = model.extra.bias.grad = gradient
+        step(optimizer)
+
+
+@script
 def discarded_accumulation(session: Any, model: Any, optimizer: Any, batches: list[Batch]) -> None:
     for i, batch in enumerate(batches):
         session.weight(len(batch[0]))

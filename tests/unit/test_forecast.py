@@ -18,7 +18,7 @@ TABLE = Table("table", size_bytes=1e6, row_bytes=96, touched=Touched(10))
 
 
 def test_dense_gradients_go_beside_the_backward_but_for_the_last_bucket() -> None:
-    dense_bytes = (1 << 20) + 5e6  # buckets of 1 MB, 4 MB and 1 MB
+    dense_bytes = 9e6  # buckets of 4 MB, 4 MB and 1 MB
     fast = replace(CLUSTER, between=Link(1e7, 0.01))
     wire = dense_bytes / 1e7  # 2 · S / 2 bytes
     dense = Work((), dense_bytes, compute_seconds=6.0, samples=8, bucket_bytes=4e6)
@@ -27,7 +27,7 @@ def test_dense_gradients_go_beside_the_backward_but_for_the_last_bucket() -> Non
     assert found.throughput == pytest.approx(2 * 8 / found.seconds)
     # What is left of a short backward when the first bucket is full hides as much.
     short = forecast(replace(dense, compute_seconds=0.3), fast, Architecture.HYBRID)
-    window = 0.2 * (1 - (1 << 20) / dense_bytes)
+    window = 0.2 * (1 - 4e6 / dense_bytes)
     assert short.seconds == pytest.approx(0.3 + wire - window + 0.02)
 
 
@@ -36,12 +36,21 @@ def test_a_single_bucket_is_waited_for() -> None:
     assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.5 + 0.02)
 
 
-@pytest.mark.parametrize(("rest", "last"), [(4e6, 4e6), (5e6, 1e6), (1, 1)])
-def test_the_last_bucket(rest: float, last: float) -> None:
-    dense_bytes = (1 << 20) + rest
-    found = Work((), dense_bytes, 0.0, 1.0, bucket_bytes=4e6).last_share
-    assert found == pytest.approx(last / dense_bytes)
+@pytest.mark.parametrize(
+    ("megabytes", "bucket_bytes", "last"),
+    [(26, None, 25), (31, None, 5), (2, None, 1), (0.5, None, 0.5), (8, 4 << 20, 4)],
+)
+def test_the_last_bucket(megabytes: float, bucket_bytes: int | None, last: float) -> None:
+    found = Work((), megabytes * (1 << 20), 0.0, 1.0, bucket_bytes).last_share
+    assert found == pytest.approx(last / megabytes)
     assert Work((), 0, 0.0, 1.0).last_share == 0
+
+
+def test_a_backward_goes_on_beside_the_exchange_when_its_first_bucket_is_full() -> None:
+    work = Work((), 4 << 20, 3.0, 1.0)
+    assert work.window_seconds == pytest.approx(2.0 * 3 / 4)  # after torch's first one of 1 MB
+    assert replace(work, bucket_bytes=2 << 20).window_seconds == pytest.approx(2.0 * 1 / 2)
+    assert replace(work, bucket_bytes=8 << 20).window_seconds == 0
 
 
 def test_rows_are_waited_for_unless_they_come_early() -> None:
