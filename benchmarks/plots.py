@@ -19,7 +19,8 @@ from benchmarks.figures import PARTS, Figure, figures_of
 from benchmarks.workloads import by_name
 
 COLOURS = {name: f"C{place}" for place, name in enumerate(ENGINES)}
-COLOURS |= {"parallax-bf16": "#6baed6", "parallax-int8": "#9ecae1", "parallax-sharded": "#08519c"}
+COLOURS |= {"parallax-bf16": "#6baed6", "parallax-int8": "#9ecae1"}
+COLOURS |= {"parallax-sharded": "#08519c", "parallax-hot": "#3182bd"}
 PART_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#d0d0d0")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from statistics import median
 
@@ -130,8 +131,14 @@ def _sittings(contest: Contest) -> str:
 
 
 def versions(contests: list[Contest]) -> str:
-    found = {each.title: each.versions for contest in contests for each in figures_of(contest)}
+    """Of each engine; of what has changed from contest to contest, all."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for each in itertools.chain(*map(figures_of, contests)):
+        for name, version in sorted(each.versions.items()):
+            known = found.setdefault(each.title, {}).setdefault(name, [])
+            if version not in known:
+                known.append(version)
     return "\n".join(
-        f"- {engine}: {', '.join(f'{name} {version}' for name, version in sorted(of.items()))}"
+        f"- {engine}: " + ", ".join(f"{name} {' and '.join(each)}" for name, each in of.items())
         for engine, of in found.items()
     )

@@ -108,4 +108,13 @@ ENGINES = {
     },
     # Also where the plan would have a table whole.
     "parallax-sharded": ours("Parallax sharded", routes={"tables.*": "sharded"}),
+    # The rows that a worker of `lm` touches in most steps are all-reduced. Emulated layers only.
+    "parallax-hot": replace(
+        _OURS,
+        title="Parallax, hot rows apart",
+        options={
+            "config": {"routes": {"tables.[23].weight": "all-reduce"}},
+            "hot_rows": (64, 512),
+        },
+    ),
 }

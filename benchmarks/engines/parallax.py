@@ -11,11 +11,14 @@ from torch.utils.data import DataLoader
 
 import parallax
 from benchmarks.engines.task import PATIENCE_SECONDS, Task, Trainer, train
+from benchmarks.workloads.hot import HotApart
 from benchmarks.workloads.model import tensors_of
 from benchmarks.workloads.workload import POOL, TILE_ROWS, Table
 
 
 def start(task: Task) -> Trainer:
+    if hot_rows := task.options.get("hot_rows"):
+        task.workload = HotApart(task.workload, tuple(hot_rows), is_emulated=task.is_emulated)
     # On `meta` no worker ever has a whole table; all of them at once would not fit into memory.
     model = task.model(sparse=False, device="meta")
     optimizer = task.adagrad(model.parameters())
@@ -38,9 +41,10 @@ def start(task: Task) -> Trainer:
         before = session.ledger.header_seconds
         loss = turn(num_steps)
         task.seconds["headers"] = session.ledger.header_seconds - before
+        routes = {line.name: line.route for line in session.plan.parameters}
         for record in list(session.ledger.steps)[-num_steps:]:
             for name, entry in record.parameters.items():
-                kind = "rows" if name in tables else "dense"
+                kind = "rows" if routes[name] == "sharded" else "dense"
                 task.seconds[kind] = task.seconds.get(kind, 0.0) + entry.seconds
         return loss
 
@@ -61,6 +65,7 @@ def _clock_planning(task: Task, session: parallax.Session) -> None:
     """Have what planning, measuring and the ledger take in the span `planning`."""
     for owner, name in (
         (session.ledger, "add"),
+        (session.ledger, "add_shared"),
         (session.ledger, "close_step"),
         (session._course, "end_step"),
         (session._course, "look"),

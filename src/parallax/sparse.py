@@ -77,8 +77,8 @@ class TableRows:
         self._is_applied = False
         """An update took the gradient, which is still there."""
         self._num_updates = 0
-        self._hot: Tensor | None = None
-        self._hot_places: list[Tensor] = []
+        self._asked: Tensor | None = None
+        self._asked_places: list[Tensor] = []
         self._pending: list[tuple[Tensor, Tensor]] = []
         self.residue: Residue | None = None
         """What is left of the gradients pushed in fewer bits."""
@@ -373,10 +373,10 @@ class TableRows:
         # A gradient that is applied again changes rows of an earlier batch once more.
         self.spoiled |= self._is_applied
         self._unsettled, self._is_applied = False, True
-        if self._hot is not None:
-            for places in self._hot_places:
-                self._hot[places] = False
-        self._hot_places.clear()
+        if self._asked is not None:
+            for places in self._asked_places:
+                self._asked[places] = False
+        self._asked_places.clear()
 
     # Lookahead ----------------------------------------------------------------------------
 
@@ -387,15 +387,15 @@ class TableRows:
         self._guess = None if guess is None else (guess, rows)
         self._foreseen, self._is_used = True, False
         self.spoiled = self._unsettled
-        if self._hot is None or len(self._hot) != len(self.shard):
-            self._hot = torch.zeros(len(self.shard), dtype=torch.bool, device=self.shard.device)
-        self._hot[asked] = True
-        self._hot_places.append(asked)
+        if self._asked is None or len(self._asked) != len(self.shard):
+            self._asked = torch.zeros(len(self.shard), dtype=torch.bool, device=self.shard.device)
+        self._asked[asked] = True
+        self._asked_places.append(asked)
 
-    def is_hot(self, places: Tensor) -> Tensor:
-        if self._hot is None:  # No lookup was foreseen yet, so the table is spoiled anyway.
+    def is_asked(self, places: Tensor) -> Tensor:
+        if self._asked is None:  # No lookup was foreseen yet, so the table is spoiled anyway.
             return torch.ones_like(places, dtype=torch.bool)
-        return self._hot[places]
+        return self._asked[places]
 
     def close_window(self) -> None:
         """The gradients of this batch are reduced: from now on lookups are collective again."""

@@ -18,6 +18,7 @@ from benchmarks.engines import ENGINES
 from benchmarks.figures import figures_of
 from benchmarks.page import write
 from benchmarks.workloads import by_name
+from benchmarks.workloads.hot import HotApart
 from benchmarks.workloads.model import Accelerated, Model, batches, make_layers
 from benchmarks.workloads.workload import pieces
 
@@ -100,6 +101,22 @@ def test_candidates_of_the_language_model_are_distinct() -> None:
     looked_up = by_name("lm").batch(0, 0).ids[1]
     candidates = looked_up[640:]
     assert len(candidates) == len(np.unique(candidates)) == 2048
+
+
+def test_hot_rows_apart_are_the_same_lookups() -> None:
+    whole = by_name("lm")
+    apart = HotApart(whole, (64, 512), is_emulated=True)
+    *cold, first_hot, second_hot = apart.batch(3, 1).ids
+    pairs = zip(cold, [first_hot, second_hot], strict=True)
+    for found, ids in zip(pairs, whole.batch(3, 1).ids, strict=True):
+        assert np.array_equal(np.sort(np.concatenate(found)), np.sort(ids, axis=None))
+    assert first_hot.max() < 64 <= cold[0].min()
+    assert second_hot.max() < 512 <= cold[1].min()
+    assert [table.num_rows for table in apart.tables[2:]] == [64, 512]
+    with pytest.raises(ValueError, match="hot rows of 1 tables are given; lm has 2"):
+        HotApart(whole, (64,), is_emulated=True)
+    with pytest.raises(ValueError, match="take --emulated"):
+        HotApart(whole, (64, 512), is_emulated=False)
 
 
 @pytest.mark.parametrize(("rate", "bits"), [("200mbit", 2e8), ("1gbit", 1e9), ("0.5gbit", 5e8)])
@@ -311,3 +328,12 @@ def test_a_peer_that_is_not_installed_says_how_to(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("benchmarks.engines.ENVIRONMENTS", Path("nowhere"))
     assert ENGINES["horovod"].missing == "not installed: `make peer-horovod`"
     assert ENGINES["ddp-dense"].missing is None
+
+
+def test_versions_that_changed_between_contests_are_all_told() -> None:
+    first, second = contest(), contest()
+    second.sittings[0][0].versions["torch"] = "2"
+    assert report.versions([first, second]).splitlines()[:2] == [
+        "- Parallax: torch 1 and 2",
+        "- DDP sparse: torch 1",
+    ]

@@ -43,7 +43,7 @@ class Stock(Protocol):
     spoiled: bool
     """Any row may have changed: by a lookup that was not foreseen, or an assignment."""
 
-    def is_hot(self, places: Tensor) -> Tensor:
+    def is_asked(self, places: Tensor) -> Tensor:
         """Which of these rows a foreseen lookup since the last update has asked for."""
 
 
@@ -224,7 +224,7 @@ class Ahead:
         late = [
             torch.ones_like(d.places, dtype=torch.bool)
             if d.stock.spoiled
-            else d.stock.is_hot(d.places)
+            else d.stock.is_asked(d.places)
             for d in self._demands
         ]
         self._goes_late = torch.cat(late)
