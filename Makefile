@@ -16,7 +16,7 @@ demo: .venv/text.stamp ## Train a language model on two workers, with Parallax a
 
 test: .venv/dev.stamp ## Run every test
 	@benchmarks/testbed/install.sh
-	@$(BIN)/python -m pytest --durations=20 --durations-min=5
+	@$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --durations=20 --durations-min=5
 
 check: .venv/dev.stamp ## Lint, check the format and the types
 	@$(BIN)/ruff check .
