@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.planner import RowRule, Updater
-from parallax.shard import joined
+from parallax.shard import joined, put_rows
 from parallax.sparse import TableRows
 
 _ELEMENTWISE = (
@@ -228,7 +228,7 @@ class _StandIn:
     def _put(self, whole: list[Tensor], rows: Tensor) -> None:
         parts = rows.split_with_sizes(self._sizes)
         for target, places, part in zip(whole, self._places, parts, strict=True):
-            target.index_copy_(0, places, part)
+            put_rows(target, places, part)
 
 
 _NOTHING = nn.Parameter(torch.empty(0))

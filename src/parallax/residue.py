@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallax.shard import put_rows
+
 _PUSHES = 4
 
 
@@ -32,7 +34,7 @@ class Residue:
     def keep(self, ids: Tensor, rows: Tensor) -> None:
         """Instead of what was kept for these distinct ids."""
         places = self._places_of(ids)
-        self._rows.index_copy_(0, places, rows)
+        put_rows(self._rows, places, rows)
 
     def kept(self) -> tuple[Tensor, Tensor]:
         """Ids and rows of all of which something is."""

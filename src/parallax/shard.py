@@ -145,6 +145,27 @@ class Merge:
         return summed.reshape(total.shape)
 
 
+def put_rows(target: Tensor, places: Tensor, rows: Tensor) -> None:
+    """`target[places] = rows`. No place is there twice."""
+    target, rows = _in_wide_elements(target, rows)
+    target.index_copy_(0, places, rows)
+
+
+def _in_wide_elements(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same bytes as fewer elements, if that can be: on a processor `index_copy_` goes element
+    by element, and takes a third of the time for those of 16 bytes."""
+    row_bytes = tensors[0].shape[-1] * tensors[0].element_size() if tensors[0].dim() > 1 else 0
+    if not row_bytes or row_bytes % 16 or any(not _can_widen(each) for each in tensors):
+        return tensors
+    return tuple(each.view(torch.complex128) for each in tensors)
+
+
+def _can_widen(tensor: Tensor) -> bool:
+    begins = tensor.storage_offset() * tensor.element_size()
+    is_aligned = begins % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return tensor.is_cpu and tensor.is_contiguous() and is_aligned
+
+
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """The parts as one tensor, which is a view if they lie beside each other."""
     first, end = parts[0], parts[0].storage_offset()

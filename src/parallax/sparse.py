@@ -22,7 +22,7 @@ from parallax.exchange.peers import Peers
 from parallax.exchange.request import Guess, LastRequest, Request
 from parallax.gradient import RowGradient
 from parallax.residue import Residue
-from parallax.shard import RowMap, merged
+from parallax.shard import RowMap, merged, put_rows
 from parallax.table import empty_out, make_plain, make_table, set_data
 from parallax.wire import is_packed, packed, unpacked
 
@@ -361,7 +361,7 @@ class TableRows:
         assert self.shard is not None
         part = torch.zeros_like(self.shard)
         if self.received is not None:
-            part.index_copy_(0, self.received.slots, self.received.values)
+            put_rows(part, self.received.slots, self.received.values)
         self.received = None
         self.has_gradient = False
         return self.gathered(part, why)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallax.exchange.request import Request
-from parallax.shard import Merge, RowMap, joined, laid_out, merged, regrouped
+from parallax.shard import Merge, RowMap, joined, laid_out, merged, put_rows, regrouped
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 12, 13])
@@ -109,6 +109,40 @@ def test_merging_sums_rows_of_any_shape(shape: tuple[int, ...], dtype: torch.dty
 def test_merging_nothing() -> None:
     merge = Merge.of(torch.empty(0, dtype=torch.int64))
     assert merge.summed(torch.empty(0, 4)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (4,), (8,), (2, 8), (8, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+def test_rows_are_put_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> None:
+    """Whether they can be taken for wide elements or not."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.Size(shape).numel()
+
+    def any_bits(num_rows: int) -> torch.Tensor:
+        """Also infinities and NaNs of all kinds."""
+        num_bytes = (num_rows * size + offset) * dtype.itemsize
+        raw = torch.randint(256, (num_bytes,), generator=generator, dtype=torch.uint8)
+        return raw.view(dtype)[offset:].reshape(num_rows, *shape)
+
+    target, rows, places = any_bits(9), any_bits(3), torch.tensor([7, 0, 4])
+    wanted = _bits(target).clone()
+    for place, row in zip(places.tolist(), _bits(rows), strict=True):
+        wanted[place] = row
+    put_rows(target, places, rows)
+    assert torch.equal(_bits(target), wanted)
+    put_rows(target, places[:0], rows[:0])
+    assert torch.equal(_bits(target), wanted)
+
+
+def test_rows_are_put_into_every_second_column() -> None:
+    target = torch.zeros(3, 8)
+    put_rows(target[:, ::2], torch.tensor([1]), torch.ones(1, 4))
+    assert target.tolist() == [[0.0] * 8, [1.0, 0.0] * 4, [0.0] * 8]
+
+
+def _bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.reshape(len(rows), -1).view(torch.uint8)
 
 
 def test_regrouping_sorts_blocks_by_column() -> None:

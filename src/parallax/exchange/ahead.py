@@ -30,7 +30,7 @@ from parallax.exchange.courier import Courier
 from parallax.exchange.header import NO_FAULT, Layout, Verb, grown
 from parallax.exchange.peers import Lane, Peers
 from parallax.exchange.shipment import Shipment, families
-from parallax.shard import RowMap, laid_out, regrouped
+from parallax.shard import RowMap, laid_out, put_rows, regrouped
 from parallax.wire import packed, row_bytes, unpacked
 
 
@@ -279,7 +279,7 @@ class Ahead:
             places = part.destinations - first
             if len(self._buffers) > 1:
                 places = places[(places >= 0) & (places < len(buffer))]
-            buffer.index_copy_(0, places, unpacked(family.rows, buffer, self._peers.wire))
+            put_rows(buffer, places, unpacked(family.rows, buffer, self._peers.wire))
             first += len(buffer)
 
     def _book(self, seconds: float) -> None:

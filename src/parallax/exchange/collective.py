@@ -20,7 +20,7 @@ from parallax import cost
 from parallax.exchange.header import Fault, Operation
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Family, Shipment, families
-from parallax.shard import Merge, RowMap, laid_out, regrouped
+from parallax.shard import Merge, RowMap, laid_out, put_rows, regrouped
 from parallax.wire import packed, row_bytes, unpacked
 
 Waiting = AbstractContextManager[None]
@@ -192,7 +192,7 @@ def _joined(parts: Sequence[Parcel]) -> Parcel:
     values = parts[0].values.new_empty((len(order), *parts[0].values.shape[1:]))
     pieces = places.split_with_sizes([part.slots.size(0) for part in parts])
     for piece, part in zip(pieces, parts, strict=True):
-        values.index_copy_(0, piece, part.values)
+        put_rows(values, piece, part.values)
     return replace(parts[0], slots=slots, values=values)
 
 
