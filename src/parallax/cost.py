@@ -46,6 +46,8 @@ class Link:
     bytes_per_second: float
     latency_seconds: float
     """Of a small message, from the call that sends it to the one that has it."""
+    burst_bytes: float = 0.0
+    """After a rest so many pass at once, as shaped links let them; only then the rate counts."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,12 @@ class Cluster:
     @property
     def num_workers(self) -> int:
         return self.num_hosts * self.workers_per_host
+
+    def head_start(self, rest_seconds: float) -> float:
+        """Seconds that the links make up for, which have rested for so long."""
+        if self.num_hosts == 1:
+            return 0.0
+        return min(self.between.burst_bytes / self.between.bytes_per_second, max(rest_seconds, 0.0))
 
     @property
     def latency_seconds(self) -> float:

@@ -169,7 +169,8 @@ def _joined(
     traffic = dense + early + waited
     dense_seconds = dense.wire_seconds(cluster)
     beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
-    seen = dense_seconds - beside + waited.wire_seconds(cluster)
+    head_start = cluster.head_start(work.compute_seconds - beside - early.wire_seconds(cluster))
+    seen = max(dense_seconds - beside + waited.wire_seconds(cluster) - head_start, 0.0)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + seen)
     last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)
     seconds += max(waited.turns, last.turns) * cluster.latency_seconds

@@ -65,9 +65,12 @@ def test_what_has_changed_is_measured_again_and_told(tmp_path: Path) -> None:
         for worker in workers:
             assert worker.wait(90) == 0, (tmp_path / "log").read_text()
     events = read(tmp_path / "run")
-    rates = [e["between"]["bytes_per_second"] * 8e-6 for e in events if e["kind"] == "cluster"]
+    links = [event["between"] for event in events if event["kind"] == "cluster"]
+    rates = [link["bytes_per_second"] * 8e-6 for link in links]
     assert rates[0] == pytest.approx(400, rel=0.2)
     assert rates[-1] == pytest.approx(40, rel=0.2)
+    # The bed lets 512 kB pass at once, more than this link carries in the 40 ms that are looked at.
+    assert links[-1]["burst_bytes"] == pytest.approx(0.04 * 40e6 / 8, rel=0.3)
     notes = [event["why"] for event in events if event["kind"] == "note"]
     assert any(note.startswith("links between hosts carry") for note in notes), notes
     assert any(note.startswith("worker 1 computes") for note in notes), notes

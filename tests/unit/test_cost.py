@@ -23,6 +23,15 @@ def test_a_workers_bytes() -> None:
     assert cost.sharded_bytes(10, 96, 48) < 2 * cost.sharded_bytes(10, 96, 2)
 
 
+def test_links_between_hosts_make_up_for_a_rest() -> None:
+    link = Link(bytes_per_second=100.0, latency_seconds=0.0, burst_bytes=50.0)
+    hosts = Cluster(2, 2, between=link, within=link)
+    assert hosts.head_start(rest_seconds=2.0) == 0.5
+    assert hosts.head_start(rest_seconds=0.2) == 0.2
+    assert hosts.head_start(rest_seconds=-1.0) == 0.0
+    assert Cluster(1, 2, between=link, within=link).head_start(2.0) == 0.0
+
+
 def test_one_worker_sends_nothing() -> None:
     alone, touched = cluster(1, 1), Touched(10)
     for traffic in (

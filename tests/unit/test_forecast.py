@@ -36,6 +36,22 @@ def test_a_single_bucket_is_waited_for() -> None:
     assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.5 + 0.02)
 
 
+def test_links_that_rested_during_compute_have_a_head_start() -> None:
+    work = Work((TABLE,), dense_bytes=500, compute_seconds=0.3, samples=1)
+    plain = planned(work, CLUSTER).seconds
+    burst = replace(CLUSTER, between=replace(CLUSTER.between, burst_bytes=200.0))
+    assert planned(work, burst).seconds == pytest.approx(plain - 0.2)
+    # Not for longer than they rested, nor below what all bytes take.
+    short = replace(work, compute_seconds=0.1)
+    assert planned(short, burst).seconds == pytest.approx(planned(short, CLUSTER).seconds - 0.1)
+    huge = replace(CLUSTER, between=replace(CLUSTER.between, burst_bytes=1e9))
+    long = replace(work, compute_seconds=9.0)
+    assert planned(long, huge).seconds == pytest.approx(9.0 + 0.04)
+    early = Table("table", 1e6, 96, Touched(10), early_share=0.6)  # On the links for 0.3 s.
+    busy = replace(work, tables=(early,))
+    assert planned(busy, burst).seconds == pytest.approx(planned(busy, CLUSTER).seconds)
+
+
 @pytest.mark.parametrize(
     ("megabytes", "bucket_bytes", "last"),
     [(26, None, 25), (31, None, 5), (2, None, 1), (0.5, None, 0.5), (8, 4 << 20, 4)],

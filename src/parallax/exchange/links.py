@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -16,11 +17,16 @@ from parallax.hosts import Hosts
 
 _SECONDS = 0.15
 """A message that takes as long tells the rate; shorter ones are mostly latency."""
-_MAX_SECONDS = 1.0
-"""For the messages of a link altogether; with both kinds of links it is two."""
+_MAX_SECONDS = 0.8
+"""For the messages of a link altogether; with both kinds of links, and what passes at once, it is
+two."""
 _FIRST_BYTES, _MAX_BYTES = 64 << 10, 256 << 20
 _NUM_SMALL = 11
 _MIN_MESSAGES, _MAX_MESSAGES = 5, 20
+_BURST_SECONDS, _REST_SECONDS, _NUM_BURSTS = 0.04, 0.06, 3
+"""Of a message that tells what passes at once, and of the rest before it."""
+_MIN_BURST = 0.2
+"""Of that message's bytes: fewer are the noise of a measurement."""
 _WHERE = "measuring the links"
 
 
@@ -35,26 +41,34 @@ def measure(
     if len(hosts) > 1:
         told = torch.tensor([known_rate or 0.0], dtype=torch.float64)
         rate = float(peers.broadcast(told, _WHERE)) or None
-        firsts = [ranks[0] for ranks in hosts.workers]
-        between = _measure(peers, device, firsts, rate)
+        others = _neighbours(peers, [ranks[0] for ranks in hosts.workers])
+        between = _measure(peers, device, others, rate)
+        between = replace(between, burst_bytes=_burst(peers, device, others, between))
     most = max(len(ranks) for ranks in hosts.workers)
     if most > 1:
-        within = _measure(peers, device, hosts.workers[hosts.index])
+        within = _measure(peers, device, _neighbours(peers, hosts.workers[hosts.index]))
     some = between or within
     if some is None:
         return None
     return Cluster(len(hosts), most, between or some, within or some)
 
 
-def _measure(
-    peers: Peers, device: torch.device, ranks: Sequence[int], known_rate: float | None = None
-) -> Link:
+Others = tuple[int | None, int | None]
+"""Whom a worker sends to, and whom it hears."""
+
+
+def _neighbours(peers: Peers, ranks: Sequence[int]) -> Others:
     """Every second of these workers sends to the one after it: a rate is that of one way."""
-    others: tuple[int | None, int | None] = (None, None)
-    if peers.rank in ranks:
-        place = ranks.index(peers.rank)
-        near = ranks[place ^ 1] if place ^ 1 < len(ranks) else None
-        others = (None, near) if place % 2 else (near, None)
+    if peers.rank not in ranks:
+        return None, None
+    place = ranks.index(peers.rank)
+    near = ranks[place ^ 1] if place ^ 1 < len(ranks) else None
+    return (None, near) if place % 2 else (near, None)
+
+
+def _measure(
+    peers: Peers, device: torch.device, others: Others, known_rate: float | None = None
+) -> Link:
     small = [_timed(peers, device, 8, others) for _ in range(_NUM_SMALL)]
     # The slowest worker's, so that all go on alike.
     latency, size_bytes, start = _slowest(peers, median(small)), _FIRST_BYTES, time.monotonic()
@@ -75,10 +89,19 @@ def _measure(
     return Link(size_bytes / max(fastest - latency, 1e-9), latency)
 
 
-def _timed(
-    peers: Peers, device: torch.device, size_bytes: int, others: tuple[int | None, int | None]
-) -> float:
-    """`others`: whom this worker sends to, and whom it hears."""
+def _burst(peers: Peers, device: torch.device, others: Others, link: Link) -> float:
+    """What passes at once after a rest, if it is not more than passes in `_BURST_SECONDS`."""
+    size_bytes = min(int(link.bytes_per_second * _BURST_SECONDS), _MAX_BYTES)
+    found = []
+    for _ in range(_NUM_BURSTS):
+        time.sleep(_REST_SECONDS)
+        found.append(_timed(peers, device, size_bytes, others))
+    seconds = _slowest(peers, median(found)) - link.latency_seconds
+    burst_bytes = size_bytes - link.bytes_per_second * max(seconds, 0.0)
+    return burst_bytes if burst_bytes > _MIN_BURST * size_bytes else 0.0
+
+
+def _timed(peers: Peers, device: torch.device, size_bytes: int, others: Others) -> float:
     sent, received = [0] * peers.num_workers, [0] * peers.num_workers
     if others[0] is not None:
         sent[others[0]] = size_bytes

@@ -14,7 +14,7 @@ from parallax.forecast import Architecture, Forecast, Work, scaling, work_of
 from parallax.journal import last_run, read
 from parallax.ledger import AMOUNTS, Entry, Record
 from parallax.plan import Plan
-from parallax.text import in_columns, rate
+from parallax.text import in_columns, rate, size
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _BAR = 40
@@ -134,7 +134,7 @@ def cluster_of(
     known = run.cluster or Cluster(1, run.plan.num_workers, _UNKNOWN, _UNKNOWN)
     between, within = known.between, known.within
     if rate is not None:
-        between = replace(between, bytes_per_second=rate_of(rate))
+        between = replace(between, bytes_per_second=rate_of(rate), burst_bytes=0.0)
     if local_rate is not None:
         within = replace(within, bytes_per_second=rate_of(local_rate))
     return replace(
@@ -210,4 +210,5 @@ def _bars(found: dict[Architecture, list[Forecast]]) -> list[str]:
 
 
 def _link(name: str, link: Link) -> str:
-    return f"{name}: {rate(link.bytes_per_second)}, {1e6 * link.latency_seconds:.0f} µs"
+    found = f"{name}: {rate(link.bytes_per_second)}, {1e6 * link.latency_seconds:.0f} µs"
+    return f"{found}, {size(link.burst_bytes)} at once after a rest" if link.burst_bytes else found
