@@ -131,11 +131,11 @@ class Traffic:
         """Over what limits this cluster: a host's link, or the memory of the only one."""
         return self.link_bytes if cluster.num_hosts > 1 else self.worker_bytes
 
-    def wire_seconds(self, cluster: Cluster) -> float:
-        """Without the latency of its turns."""
+    def wire_seconds(self, cluster: Cluster, head_start: float = 0.0) -> float:
+        """Without the latency of its turns; links have done some of it already."""
         inside = max(0.0, self.worker_bytes * cluster.workers_per_host - self.link_bytes)
         return max(
-            self.link_bytes / cluster.between.bytes_per_second,
+            self.link_bytes / cluster.between.bytes_per_second - head_start,
             inside / cluster.within.bytes_per_second,
         )
 

@@ -12,9 +12,9 @@ multiplies its gradients by n_i·N/Σn, as they arrive and only if that is not 1
 accumulated over several backwards keep each its own weight, and reducing twice changes nothing,
 because the weights of the workers sum to N.
 
-[Note: copies] Only copies in buckets are divided, and they are copied back into gradients: torch
-may have two gradients share memory, and views of buckets, which would save copies, would change
-under a script that keeps a gradient while the next backward runs.
+[Note: copies] Of what goes in buckets only copies are divided, and they are copied back into
+gradients: torch may have two gradients share memory, and views of buckets, which would save copies,
+would change under a script that keeps a gradient while the next backward runs.
 """
 
 import time
@@ -147,7 +147,7 @@ class DenseRoute:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if addend is not None:
-                parameter.grad.add_(addend)
+                parameter.grad = parameter.grad + addend  # Others may share its memory.
         start = time.perf_counter()
         with self._peers.waiting(
             f"the all-reduce of new dense gradients in step {self._peers.step}"

@@ -8,7 +8,8 @@ seen beyond the compute depends on when it can begin:
     dense gradients            beside the backward, once the first bucket is full; the last bucket,
                                which the last gradient completes, is waited for
 
-A step takes max(all traffic, compute + what is waited for) + turns · latency.
+A step takes max(all traffic, compute + what is waited for) + turns · latency. Links that have
+rested during the compute let some bytes pass at once, which are not waited for.
 """
 
 from __future__ import annotations
@@ -170,8 +171,10 @@ def _joined(
     dense_seconds = dense.wire_seconds(cluster)
     beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
     head_start = cluster.head_start(work.compute_seconds - beside - early.wire_seconds(cluster))
-    seen = max(dense_seconds - beside + waited.wire_seconds(cluster) - head_start, 0.0)
-    seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + seen)
+    seen = dense_seconds - beside + waited.wire_seconds(cluster)
+    rest = dense + waited
+    seen -= rest.wire_seconds(cluster) - rest.wire_seconds(cluster, head_start)
+    seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))
     last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)
     seconds += max(waited.turns, last.turns) * cluster.latency_seconds
     return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)

@@ -46,6 +46,8 @@ class ParameterPlan:
     """Sent by a worker in a step on average; None until rows have been counted."""
     predicted_bytes: float | None = None
     """The same by the formulas of `cost`; of a table from the rows that it was seen to touch."""
+    early_share: float | None = None
+    """Of a table's rows: those that come before their batch; 0 if its lookups are not foreseen."""
 
     @property
     def exact_row_bytes(self) -> float:
@@ -78,7 +80,7 @@ class Plan:
 
     def routed(self, name: str, route: Route, why: str) -> Plan:
         """A copy in which one parameter has another route."""
-        unknown = {"bytes_per_step": None, "predicted_bytes": None}
+        unknown = {"bytes_per_step": None, "predicted_bytes": None, "early_share": None}
         return self._changed({name: {"route": route, "why": why, **unknown}})
 
     def observed(self, mean: Record, cluster: Cluster | None) -> Plan:
@@ -99,6 +101,8 @@ class Plan:
                 rows = (entry.asked_rows + (entry.pushed_rows or entry.asked_rows)) / 2
                 predicted = cost.sharded_bytes(rows, line.row_bytes, among)
                 changes[line.name]["predicted_bytes"] = predicted
+                if entry.asked_rows:
+                    changes[line.name]["early_share"] = entry.early_rows / entry.asked_rows
         predicted_seconds = None
         if cluster is not None:
             work = work_of(self.parameters, mean, self.num_workers, self.bucket_bytes)
@@ -140,7 +144,7 @@ class Plan:
         return cls(**{**data, "parameters": tuple(parameters)})
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "route", "bytes a step", "predicted", "why")]
+        rows = [("parameter", "shape", "route", "bytes a step", "predicted", "rows ahead", "why")]
         rows += [
             (
                 p.name,
@@ -148,6 +152,7 @@ class Plan:
                 p.route.value,
                 size(p.bytes_per_step),
                 size(p.predicted_bytes),
+                "" if p.early_share is None else f"{p.early_share:.0%}",
                 p.why,
             )
             for p in self.parameters

@@ -32,13 +32,19 @@ class Net(nn.Module):
         return self.out(self.table(ids)).square().mean()
 
 
-def train(folder: str, num_steps: int = 40, dies: bool = False, used_whole: bool = False) -> str:
+def train(
+    folder: str,
+    num_steps: int = 40,
+    dies: bool = False,
+    used_whole: bool = False,
+    lookahead: bool = True,
+) -> str:
     import parallax
 
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    session = parallax.parallelize(model, optimizer, run_dir=folder)
+    session = parallax.parallelize(model, optimizer, run_dir=folder, lookahead=lookahead)
     data: Any = torch.randint(ROWS, (num_steps * BATCH * session.num_workers,))
     for step, ids in enumerate(session.shard(DataLoader(data, BATCH))):
         loss = model(ids)
@@ -68,6 +74,20 @@ def test_predicted_bytes_are_those_that_were_seen(num_workers: int, tmp_path: Pa
     assert "A step takes" in text
     assert "predicted were" in text
     assert run.mean.samples == pytest.approx(BATCH, rel=0.1)
+    # Most rows of a batch are none of the batch before.
+    early = seen["table.weight"].early_share
+    assert early is not None
+    assert 0.5 < early < 1
+    assert f"{early:.0%}" in str(seen)
+
+
+def test_rows_that_are_not_foreseen_are_told(tmp_path: Path) -> None:
+    run_workers(train, 2, str(tmp_path), 40, False, False, False)
+    run = outlook.Run.of(str(tmp_path))
+    assert run.mean is not None
+    seen = run.plan.observed(run.mean, run.cluster)
+    assert seen["table.weight"].early_share == 0
+    assert seen["out.weight"].early_share is None
 
 
 def test_one_worker_writes_its_plan_too(tmp_path: Path) -> None:

@@ -45,8 +45,15 @@ def test_links_that_rested_during_compute_have_a_head_start() -> None:
     short = replace(work, compute_seconds=0.1)
     assert planned(short, burst).seconds == pytest.approx(planned(short, CLUSTER).seconds - 0.1)
     huge = replace(CLUSTER, between=replace(CLUSTER.between, burst_bytes=1e9))
-    long = replace(work, compute_seconds=9.0)
-    assert planned(long, huge).seconds == pytest.approx(9.0 + 0.04)
+    for compute, wanted in ((9.0, 9.0), (1.2, 1.5)):
+        slow = replace(work, compute_seconds=compute)
+        assert planned(slow, huge).seconds == pytest.approx(wanted + 0.04)
+    # What limits inside a host has none.
+    inside = Cluster(2, 2, between=huge.between, within=Link(1.0, 0.0))
+    assert (
+        planned(work, inside).seconds
+        == planned(work, replace(inside, between=CLUSTER.between)).seconds
+    )
     early = Table("table", 1e6, 96, Touched(10), early_share=0.6)  # On the links for 0.3 s.
     busy = replace(work, tables=(early,))
     assert planned(busy, burst).seconds == pytest.approx(planned(busy, CLUSTER).seconds)

@@ -141,6 +141,18 @@ def test_rows_are_put_into_every_second_column() -> None:
     assert target.tolist() == [[0.0] * 8, [1.0, 0.0] * 4, [0.0] * 8]
 
 
+def test_a_single_row_may_lie_anyhow() -> None:
+    rows = torch.arange(20.0).reshape(4, 5)[:1, :4]  # Contiguous for torch, whatever its stride.
+    target = torch.zeros(2, 4)
+    put_rows(target, torch.tensor([1]), rows)
+    assert target.tolist() == [[0.0] * 4, [0.0, 1.0, 2.0, 3.0]]
+
+
+def test_rows_of_another_dtype_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="dtype"):
+        put_rows(torch.zeros(2, 4), torch.tensor([1]), torch.ones(1, 4, dtype=torch.int32))
+
+
 def _bits(rows: torch.Tensor) -> torch.Tensor:
     return rows.reshape(len(rows), -1).view(torch.uint8)
 

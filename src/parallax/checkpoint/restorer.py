@@ -204,7 +204,10 @@ def _restore_state(
     counts_there = bool(group.get("capturable") or group.get("fused"))
     for key, value in state.items():
         if isinstance(value, Saved):
-            fresh = _room(old.pop(key, None), target, value.dtype)
+            fresh = old.pop(key, None)
+            if not _fits(fresh, target, value.dtype):
+                fresh = None  # So that there is room for another.
+                fresh = torch.empty(target.shape, dtype=value.dtype, device=target.device)
             if table is None:
                 value.copy_to(fresh)
             else:
@@ -216,13 +219,8 @@ def _restore_state(
         optimizer.state[parameter][key] = fresh
 
 
-def _room(old: Any, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where the state of a tensor goes: into the old one if it fits, as freed memory is not always
-    given back in time for the new."""
-    if (
-        isinstance(old, Tensor)
-        and (old.shape, old.dtype, old.device) == (target.shape, dtype, target.device)
-        and old.is_contiguous()
-    ):
-        return old
-    return torch.empty(target.shape, dtype=dtype, device=target.device)
+def _fits(old: Any, target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the state can go into the old one: freed memory is not always given back in time."""
+    if not isinstance(old, Tensor) or not old.is_contiguous():
+        return False
+    return (old.shape, old.dtype, old.device) == (target.shape, dtype, target.device)

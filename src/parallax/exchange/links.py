@@ -41,12 +41,13 @@ def measure(
     if len(hosts) > 1:
         told = torch.tensor([known_rate or 0.0], dtype=torch.float64)
         rate = float(peers.broadcast(told, _WHERE)) or None
-        others = _neighbours(peers, [ranks[0] for ranks in hosts.workers])
+        others = _pair(peers, [ranks[0] for ranks in hosts.workers])
         between = _measure(peers, device, others, rate)
-        between = replace(between, burst_bytes=_burst(peers, device, others, between))
+        if rate is None:  # Else it may be another pair's, or an old one.
+            between = replace(between, burst_bytes=_burst(peers, device, others, between))
     most = max(len(ranks) for ranks in hosts.workers)
     if most > 1:
-        within = _measure(peers, device, _neighbours(peers, hosts.workers[hosts.index]))
+        within = _measure(peers, device, _pair(peers, hosts.workers[hosts.index]))
     some = between or within
     if some is None:
         return None
@@ -57,7 +58,7 @@ Others = tuple[int | None, int | None]
 """Whom a worker sends to, and whom it hears."""
 
 
-def _neighbours(peers: Peers, ranks: Sequence[int]) -> Others:
+def _pair(peers: Peers, ranks: Sequence[int]) -> Others:
     """Every second of these workers sends to the one after it: a rate is that of one way."""
     if peers.rank not in ranks:
         return None, None
