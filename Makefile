@@ -27,6 +27,8 @@ bench: .venv/bench.stamp ## Compare with the peers on hosts with shaped links (n
 	@benchmarks/testbed/install.sh
 	@$(BIN)/python -m benchmarks suite
 	@$(BIN)/python -m benchmarks converge
+	@$(BIN)/python -m benchmarks predict
+	@$(BIN)/python -m benchmarks partitions
 	@$(BIN)/python -m benchmarks report
 
 bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts (needs root)

@@ -32,12 +32,12 @@ from benchmarks.crew import CrewError
 from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.goals import goals_table
 from benchmarks.limits import bits_a_second
+from benchmarks.results import CONVERGENCE, FORECASTS, PARTITIONS, Results
 from benchmarks.testbed import Testbed
 from benchmarks.testbed.bed import MAX_HOSTS
 from benchmarks.workloads import NAMES, TEXT, by_name
 
 RUNS = Path("runs/bench")
-CONVERGENCE = "convergence.json"
 
 
 def measure(settings: list[Setting], folder: Path) -> list[str]:
@@ -71,20 +71,6 @@ def _check_testbed() -> None:
             f"the hosts of the test bed cannot be made: {reason}. `run … --loopback` compares the "
             "workers of one machine, without them"
         )
-
-
-def load(folder: Path) -> list[Contest]:
-    """In the order of the suite; others after them, by name."""
-    known = [setting.name for setting in suite.full()]
-    paths = [path for path in folder.glob("*.json") if path.name != CONVERGENCE]
-    paths.sort(key=lambda path: (_place(known, path.stem), path.stem))
-    if not paths:
-        raise SystemExit(f"{folder} has no results: run `python -m benchmarks suite` first")
-    return [Contest.load(path) for path in paths]
-
-
-def _place(known: list[str], name: str) -> int:
-    return known.index(name) if name in known else len(known)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -146,12 +132,15 @@ def converge(args: argparse.Namespace) -> None:
 
 def predict(args: argparse.Namespace) -> None:
     _check_testbed()
+    args.out.mkdir(parents=True, exist_ok=True)
     settings = list(itertools.product(args.workloads, predictions.HOSTS))
     with tqdm(settings, unit="setting", file=sys.stdout, ncols=90) as bar:
         bar.write(predictions.HEAD)
         for workload, num_hosts in bar:
             bar.set_description_str(f"{workload} on {num_hosts} hosts")
-            bar.write(predictions.line(predictions.predict(workload, num_hosts)))
+            found = predictions.predict(workload, num_hosts)
+            predictions.keep(found, args.out / FORECASTS)
+            bar.write(predictions.line(found))
 
 
 def sweep(args: argparse.Namespace) -> None:
@@ -159,6 +148,8 @@ def sweep(args: argparse.Namespace) -> None:
     with _standing("turn") as progress:
         where = (args.workload, args.hosts, args.rate, args.repetitions)
         found = partitions.sweep(*where, progress)
+    args.out.mkdir(parents=True, exist_ok=True)
+    found.save(args.out / PARTITIONS)
     print(f"\n{partitions.table(found)}\n")
 
 
@@ -192,9 +183,10 @@ def _standing(unit: str, ncols: int = 90) -> Iterator[Callable[[str], None]]:
 def write_report(args: argparse.Namespace) -> None:
     from benchmarks.page import write
 
-    kept = args.folder / CONVERGENCE
-    outcome = convergence.Outcome.load(kept) if kept.exists() else None
-    print(f"Wrote {write(load(args.folder), outcome, args.out)}.")
+    results = Results.load(args.folder)
+    if not results.contests:
+        raise SystemExit(f"{args.folder} has no results: run `python -m benchmarks suite` first")
+    print(f"Wrote {write(results, args.out)}.")
 
 
 def list_peers(_: argparse.Namespace) -> None:
@@ -237,6 +229,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     foretold.add_argument(
         "--workloads", type=_workloads, default=predictions.WORKLOADS, help="with commas between"
     )
+    foretold.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     foretold.set_defaults(act=predict)
     parts = commands.add_parser(
         "partitions", help="pushes in parts: several numbers, and what is found"
@@ -245,6 +238,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parts.add_argument("--hosts", type=_hosts, default=4)
     parts.add_argument("--rate", type=_rate, default="200mbit")
     parts.add_argument("--repetitions", type=_count, default=7, help="turns of each number")
+    parts.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     parts.set_defaults(act=sweep)
     code = commands.add_parser("profile", help="in which code engines spend processors' time")
     code.add_argument("workload", type=_workload, help=f"one of {', '.join(NAMES)}")

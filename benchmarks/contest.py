@@ -10,19 +10,16 @@ together sit at several tables (`sittings`), Parallax at each.
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crew import LOGS, ROOT, Crew, CrewError, Turn
+from benchmarks.crew import LOGS, Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
 from benchmarks.loopback import Loopback
+from benchmarks.origin import commit, machine, now
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import Workload, by_name
 from parallax.memory import available_bytes
@@ -119,7 +116,7 @@ def _result(turns: list[dict[str, Any]], **facts: Any) -> Result:
 
 def hold(setting: Setting, progress: Callable[[str], None]) -> Contest:
     """Bring up hosts and engines, let them take their turns, and take all down."""
-    started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    started = now()
     workload, free = by_name(setting.workload), available_bytes()
     reasons = {**setting.left_out, **_reasons(setting, workload, free)}
     absent = [Result(name, absent=why) for name, why in reasons.items()]
@@ -191,7 +188,7 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
                 crew.start(FIRST_PORT + place)
                 result.versions = crew.versions
                 if result.engine == OURS:
-                    result.versions["parallax"] = _commit()
+                    result.versions["parallax"] = commit()
         if setting.rate is not None:
             set_links(bed, setting.rate)
         progress(f"{setting.name}: warming up")
@@ -249,28 +246,3 @@ def _absent_if_failing(result: Result) -> Iterator[None]:
         if result.engine == OURS:
             raise
         result.absent = str(error)
-
-
-def _commit() -> str:
-    """Of the sources that train, as far as git knows them."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine() -> str:
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    system = f"{platform.system()} {platform.release()}"
-    return f"{os.cpu_count()} × {_processor()}, {memory:.0f} GiB, {system}"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, model = line.partition(":")
-        if name.strip() == "model name":
-            return model.strip()
-    return platform.machine()

@@ -7,15 +7,15 @@ is taken, outside the time that counts.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.contest import FIRST_PORT, machine, set_links
+from benchmarks.contest import FIRST_PORT, set_links
 from benchmarks.crew import LOGS, Crew
 from benchmarks.engines import Engine
+from benchmarks.origin import machine, now
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import TEXT
 from benchmarks.workloads.text import HIDDEN, MAX_WORDS, NUM_SAMPLES, WIDTH, WINDOW, WINDOWS
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def run(race: Race, progress: Callable[[str], None]) -> Outcome:
-    started = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    started = now()
     tracks = {name: Track() for name in ENGINES}
     about = {"workload": TEXT, "is_emulated": False}
     with ExitStack() as stack:

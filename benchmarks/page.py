@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.contest import Contest
-from benchmarks.convergence import Outcome, table
+from benchmarks import convergence, partitions, predictions
 from benchmarks.plots import draw, draw_convergence
 from benchmarks.report import report
+from benchmarks.results import Results
 
 INTRODUCTION = """# Benchmarks
 
@@ -37,17 +37,24 @@ engines tell nothing of themselves: *compute* as without exchange, *update* by t
 it has one, *exchange* what its bytes take on the link, *wait* all the rest.
 
     make peers          # a virtualenv for each; those without one are left out
-    make bench          # more than an hour
-    python -m benchmarks report --out docs/benchmarks
+    make bench          # more than two hours
+    python -m benchmarks report docs/benchmarks/records --out docs/benchmarks
+
+`records` has all turns that these tables come from.
 """
 
 
-def write(contests: list[Contest], outcome: Outcome | None, folder: Path) -> Path:
+def write(results: Results, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
+    contests, outcome = results.contests, results.outcome
     parts = [INTRODUCTION, *(_shown(path) for path in draw(contests, folder)), report(contests)]
     if outcome is not None:
         picture = draw_convergence(outcome, folder)
-        parts += ["## Convergence", table(outcome), _shown(picture)]
+        parts += ["## Convergence", convergence.table(outcome), _shown(picture)]
+    if results.forecasts:
+        parts += ["## Forecasts", predictions.table(results.forecasts)]
+    if results.sweep is not None:
+        parts += ["## Pushes in parts", partitions.table(results.sweep)]
     page = folder / "README.md"
     page.write_text("\n\n".join(part.strip() for part in parts) + "\n")
     return page

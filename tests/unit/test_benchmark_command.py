@@ -12,6 +12,7 @@ from benchmarks import suite
 from benchmarks.contest import Contest, Result, Setting
 from benchmarks.crew import CrewError, Turn
 from benchmarks.goals import GOALS
+from benchmarks.results import Results
 
 
 def held(setting: Setting) -> Contest:
@@ -50,8 +51,9 @@ def test_results_are_in_the_order_of_the_suite_and_others_after_them(tmp_path: P
     other = dataclasses.replace(first, num_hosts=3)
     for setting in (other, second, first):
         held(setting).save(tmp_path / f"{setting.name}.json")
-    (tmp_path / "convergence.json").write_text("{}")
-    assert [each.setting for each in command.load(tmp_path)] == [first, second, other]
+    found = Results.load(tmp_path)
+    assert [each.setting for each in found.contests] == [first, second, other]
+    assert found == Results(found.contests)
 
 
 def test_every_setting_of_the_suite_has_or_explains_every_peer() -> None:

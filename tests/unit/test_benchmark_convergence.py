@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.convergence import Outcome, Race, Track, table
 from benchmarks.page import write
+from benchmarks.results import Results
 from benchmarks.workloads.text import WINDOWS, Text
 
 
@@ -42,7 +43,7 @@ def test_an_outcome_is_kept_and_becomes_part_of_a_page(tmp_path: Path) -> None:
     outcome().save(tmp_path / "convergence.json")
     kept = Outcome.load(tmp_path / "convergence.json")
     assert kept == outcome()
-    text = write([], kept, tmp_path / "page").read_text()
+    text = write(Results([], kept), tmp_path / "page").read_text()
     assert "## Convergence" in text
     assert (tmp_path / "page" / "convergence.png").stat().st_size > 10_000
 

@@ -17,6 +17,7 @@ from benchmarks.crew import Turn
 from benchmarks.engines import ENGINES
 from benchmarks.figures import figures_of
 from benchmarks.page import write
+from benchmarks.results import Results
 from benchmarks.workloads import by_name
 from benchmarks.workloads.hot import HotApart
 from benchmarks.workloads.model import Accelerated, Model, batches, make_layers
@@ -306,7 +307,7 @@ def test_results_are_kept_and_become_a_page(
         save(picture, path, **options)
 
     monkeypatch.setattr(Picture, "savefig", savefig)
-    page = write(contests, None, tmp_path / "page")
+    page = write(Results(contests), tmp_path / "page")
     text = page.read_text()
     assert {"DDP sparse", "Parallax", "Parallax's limit"} <= set(drawn["throughput"])
     assert {"DDP sparse", "Parallax"} <= set(drawn["bytes"])
@@ -319,7 +320,7 @@ def test_results_are_kept_and_become_a_page(
 
 
 def test_a_sweep_alone_becomes_a_page(tmp_path: Path) -> None:
-    text = write([contest("sparsity-2", 4)], None, tmp_path).read_text()
+    text = write(Results([contest("sparsity-2", 4)]), tmp_path).read_text()
     assert "![sparsity](sparsity.png)" in text
     assert "throughput" not in text
 
