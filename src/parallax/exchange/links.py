@@ -97,7 +97,7 @@ def _burst(peers: Peers, device: torch.device, others: Others, link: Link) -> fl
     for _ in range(_NUM_BURSTS):
         time.sleep(_REST_SECONDS)
         found.append(_timed(peers, device, size_bytes, others))
-    seconds = _slowest(peers, median(found)) - link.latency_seconds
+    seconds = _slowest(peers, min(found)) - link.latency_seconds
     burst_bytes = size_bytes - link.bytes_per_second * max(seconds, 0.0)
     return burst_bytes if burst_bytes > _MIN_BURST * size_bytes else 0.0
 
