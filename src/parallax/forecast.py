@@ -172,8 +172,8 @@ def _joined(
     beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
     head_start = cluster.head_start(work.compute_seconds - beside - early.wire_seconds(cluster))
     seen = dense_seconds - beside + waited.wire_seconds(cluster)
-    rest = dense + waited
-    seen -= rest.wire_seconds(cluster) - rest.wire_seconds(cluster, head_start)
+    after = dense + waited
+    seen -= after.wire_seconds(cluster) - after.wire_seconds(cluster, head_start)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))
     last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)
     seconds += max(waited.turns, last.turns) * cluster.latency_seconds
