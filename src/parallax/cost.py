@@ -1,4 +1,4 @@
-"""(parameter, cluster, route) → bytes, turns, seconds. Pure functions.
+"""(parameter, cluster, route) → bytes, messages, seconds. Pure functions.
 
 N workers on H hosts, k on each. A parameter has S bytes, a row of a table B; a step touches U
 rows on a worker, U_h distinct ones on a host. An id takes 4 bytes, because it travels as a place in
@@ -20,7 +20,15 @@ Sent over a host's link, if there are several hosts:
 
 Owners are spread evenly, so a worker serves as many rows as it asks for on average.
 
-A turn is a message that must have come before the next one is sent. A route takes
+A turn is a message that must have come before the next one is sent. A worker sends N-1 messages in
+a turn in which all hear from all, and one in a turn of a ring:
+
+    all-reduced    2·(N-1) messages          in 2·(N-1) turns of a ring, or directly in 2
+    sharded        4·(N-1)                   in 4 turns, for all tables together
+    gathered       N-1                       in N-1 turns of a ring, for each table
+    served         2·(N-1)                   in 2 turns
+
+A route takes
 
     max(link bytes ÷ link rate, bytes inside a host ÷ its rate) + turns · latency
 """
@@ -28,7 +36,7 @@ A turn is a message that must have come before the next one is sent. A route tak
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ID_BYTES = 4
 """An id travels as its place in the owner's shard, 32 bits."""
@@ -115,17 +123,26 @@ class Traffic:
     link_bytes: float = 0.0
     """Over a host's link, by all its workers."""
     turns: int = 0
+    messages: int = 0
+    """By a worker."""
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Together: turns of several routes are taken side by side."""
+        """In the same messages, as tables travel together."""
         return Traffic(
             self.worker_bytes + other.worker_bytes,
             self.link_bytes + other.link_bytes,
             max(self.turns, other.turns),
+            max(self.messages, other.messages),
         )
 
+    def beside(self, other: Traffic) -> Traffic:
+        """At the same time, in messages of its own."""
+        return replace(self + other, messages=self.messages + other.messages)
+
     def __mul__(self, share: float) -> Traffic:
-        return Traffic(self.worker_bytes * share, self.link_bytes * share, self.turns)
+        return replace(
+            self, worker_bytes=self.worker_bytes * share, link_bytes=self.link_bytes * share
+        )
 
     def limiting_bytes(self, cluster: Cluster) -> float:
         """Over what limits this cluster: a host's link, or the memory of the only one."""
@@ -175,7 +192,7 @@ def all_reduced(size_bytes: float, cluster: Cluster) -> Traffic:
     if not sent:
         return Traffic()
     turns = 2 * others if size_bytes > DIRECT_BYTES else 2
-    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, turns)
+    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, turns, 2 * others)
 
 
 def sharded(
@@ -187,14 +204,15 @@ def sharded(
     if merges:
         rows = touched.by(cluster.workers_per_host)
     link = sharded_bytes(rows, row_bytes, cluster.num_hosts)
-    return Traffic(sent, link, 0 if cluster.num_workers == 1 else 4)
+    others = cluster.num_workers - 1
+    return Traffic(sent, link, 4 if others else 0, 4 * others)
 
 
 def gathered(touched: Touched, row_bytes: float, cluster: Cluster) -> Traffic:
     """A table whose touched rows all workers send to all, as DDP's sparse gradients."""
     others = cluster.num_workers - 1
     sent = others * touched.by_worker * (row_bytes + SPARSE_ID_BYTES)
-    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, others)
+    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, others, others)
 
 
 def served(size_bytes: float, cluster: Cluster, *, merges: bool = False) -> Traffic:
@@ -203,4 +221,5 @@ def served(size_bytes: float, cluster: Cluster, *, merges: bool = False) -> Traf
     pushers = 1 if merges else cluster.workers_per_host
     copies = cluster.workers_per_host + pushers
     link = copies * allreduce_bytes(size_bytes, cluster.num_hosts) / 2
-    return Traffic(sent, link, 0 if cluster.num_workers == 1 else 2)
+    others = cluster.num_workers - 1
+    return Traffic(sent, link, 2 if others else 0, 2 * others)

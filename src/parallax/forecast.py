@@ -108,7 +108,7 @@ def forecast(
     for table in work.tables:
         if architecture is Architecture.ALL_REDUCE:
             exact = table.exact_row_bytes or table.row_bytes
-            waited += cost.gathered(table.touched, exact, cluster)
+            waited = waited.beside(cost.gathered(table.touched, exact, cluster))
         elif architecture is Architecture.HYBRID and _is_better_whole(table, work, cluster, merges):
             whole_bytes += table.size_bytes * work.reductions
         else:
@@ -167,12 +167,12 @@ def _joined(
     work: Work, cluster: Cluster, dense: Traffic, early: Traffic, waited: Traffic
 ) -> Forecast:
     """A step of which some traffic comes early and some is waited for, beside dense gradients."""
-    traffic = dense + early + waited
+    traffic = dense.beside(early + waited)
     dense_seconds = dense.wire_seconds(cluster)
     beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
     head_start = cluster.head_start(work.compute_seconds - beside - early.wire_seconds(cluster))
     seen = dense_seconds - beside + waited.wire_seconds(cluster)
-    after = dense + waited
+    after = dense.beside(waited)
     seen -= after.wire_seconds(cluster) - after.wire_seconds(cluster, head_start)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))
     last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)

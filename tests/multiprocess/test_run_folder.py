@@ -220,6 +220,7 @@ def test_the_command_shows_it_and_asks_what_if(
     assert "Links between hosts" not in shown  # there is one host only
     for architecture in ("all-reduce only", "sharded only", "hybrid"):
         assert architecture in shown
+    assert "messages of a worker" in shown
     assert picture.stat().st_size > 10_000
 
 

@@ -45,11 +45,11 @@ def test_one_worker_sends_nothing() -> None:
 
 
 def test_one_host_leaves_its_link_alone() -> None:
-    assert cost.all_reduced(100, cluster(1, 4)) == Traffic(150, 0, 2)
-    assert cost.all_reduced(4e6, cluster(1, 4)) == Traffic(6e6, 0, 6)  # a ring
-    assert cost.sharded(Touched(10), 8, cluster(1, 4)) == Traffic(180, 0, 4)
-    assert cost.gathered(Touched(10), 8, cluster(1, 4)) == Traffic(480, 0, 3)
-    assert cost.served(100, cluster(1, 4)) == Traffic(150, 0, 2)
+    assert cost.all_reduced(100, cluster(1, 4)) == Traffic(150, 0, 2, 6)
+    assert cost.all_reduced(4e6, cluster(1, 4)) == Traffic(6e6, 0, 6, 6)  # a ring
+    assert cost.sharded(Touched(10), 8, cluster(1, 4)) == Traffic(180, 0, 4, 12)
+    assert cost.gathered(Touched(10), 8, cluster(1, 4)) == Traffic(480, 0, 3, 3)
+    assert cost.served(100, cluster(1, 4)) == Traffic(150, 0, 2, 6)
 
 
 def test_two_hosts_of_two() -> None:
@@ -72,8 +72,9 @@ def test_seconds_are_those_of_the_slower_way() -> None:
 
 
 def test_traffic_adds_up_and_turns_go_side_by_side() -> None:
-    assert Traffic(1, 2, 3) + Traffic(10, 20, 2) == Traffic(11, 22, 3)
-    assert Traffic(10, 20, 3) * 0.5 == Traffic(5, 10, 3)
+    assert Traffic(1, 2, 3, 4) + Traffic(10, 20, 2, 5) == Traffic(11, 22, 3, 5)
+    assert Traffic(1, 2, 3, 4).beside(Traffic(10, 20, 2, 5)) == Traffic(11, 22, 3, 9)
+    assert Traffic(10, 20, 3, 4) * 0.5 == Traffic(5, 10, 3, 4)
 
 
 def test_distinct_rows_grow_as_told() -> None:

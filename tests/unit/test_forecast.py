@@ -36,6 +36,21 @@ def test_a_single_bucket_is_waited_for() -> None:
     assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.5 + 0.02)
 
 
+def test_tables_share_messages_and_dense_gradients_have_their_own() -> None:
+    work = Work((TABLE, replace(TABLE, name="other")), 500, compute_seconds=0.3, samples=1)
+    four = replace(CLUSTER, num_hosts=4)
+    messages = {
+        architecture: forecast(work, four, architecture).traffic.messages
+        for architecture in Architecture
+    }
+    assert messages == {
+        Architecture.ALL_REDUCE: 6 + 3 + 3,
+        Architecture.SHARDED: 6 + 12,
+        Architecture.HYBRID: 6 + 12,
+    }
+    assert planned(work, four).traffic.messages == 6 + 12
+
+
 def test_links_that_rested_during_compute_have_a_head_start() -> None:
     work = Work((TABLE,), dense_bytes=500, compute_seconds=0.3, samples=1)
     plain = planned(work, CLUSTER).seconds

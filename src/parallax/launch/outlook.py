@@ -201,12 +201,14 @@ def _cluster(events: Sequence[dict[str, Any]]) -> Cluster | None:
 
 
 def _bars(found: dict[Architecture, list[Forecast]]) -> list[str]:
-    """The last column, drawn."""
-    largest = max(steps[-1].throughput for steps in found.values())
-    return [
-        f"{architecture.value:16} {'█' * max(1, round(_BAR * steps[-1].throughput / largest))}"
-        for architecture, steps in found.items()
-    ]
+    """The last column, drawn, and what a step of it moves."""
+    last = {architecture.value: steps[-1] for architecture, steps in found.items()}
+    largest = max(step.throughput for step in last.values())
+    rows = [("", "", "over a host's link", "messages of a worker")]
+    for name, step in last.items():
+        bar = "█" * max(1, round(_BAR * step.throughput / largest))
+        rows.append((name, bar, size(step.traffic.link_bytes), f"{step.traffic.messages:,}"))
+    return in_columns(rows)
 
 
 def _link(name: str, link: Link) -> str:
