@@ -107,6 +107,10 @@ class Ledger:
         self._open = Record(step=0)
         self._opened = time.perf_counter()
 
+    def begin(self) -> None:
+        """The first step begins: setting up is none."""
+        self._opened = time.perf_counter()
+
     def add(self, parameter: str, **amounts: float) -> None:
         """Write amounts (fields of `Entry`) to a parameter in the step that is under way."""
         entry = self._open.parameters.get(parameter)

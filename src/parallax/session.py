@@ -111,6 +111,7 @@ class Session:
         self._progress.follow(self._backward)
         _sessions.add(self)
         self._resume()
+        self.ledger.begin()
 
     # What a script reads ------------------------------------------------------------------
 

@@ -1,0 +1,39 @@
+"""What belongs to a step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import parallax
+from parallax.ledger import Ledger
+
+
+def test_a_step_begins_where_the_one_before_ended() -> None:
+    ledger = Ledger()
+    time.sleep(0.05)
+    ledger.begin()
+    ledger.close_step()
+    time.sleep(0.05)
+    ledger.close_step()
+    first, second = (record.seconds for record in ledger.steps)
+    assert first < 0.05 <= second
+
+
+def test_setting_up_is_no_step() -> None:
+    """Tables may take minutes to be filled."""
+    model = nn.Embedding(10, 2, device="meta")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fill(ids: torch.Tensor, row_shape: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:
+        time.sleep(0.3)
+        return torch.zeros(len(ids), *row_shape, dtype=dtype)
+
+    session = parallax.parallelize(model, optimizer, init={"weight": fill})
+    model(torch.arange(3)).sum().backward()
+    optimizer.step()
+    assert session.ledger.steps[0].seconds < 0.3
+    session.close()
