@@ -45,6 +45,8 @@ class Course:
         self._hosts = hosts
         self._device = device
         self._tables: Mapping[str, TableRows] = {}
+        self._is_paced_anew = False
+        """Workers are not as fast as when an earlier run found what it kept, for all we know."""
         self._tuner = Tuner(peers, config.min_partitions, self._kept_partitions, self._tuned)
         self._plan = replace(
             plan,
@@ -73,6 +75,7 @@ class Course:
                 self._tell,
                 self._measure,
                 self._adopt,
+                self._repace,
                 lambda: not self._tuner.is_on,
             ),
             self._hosts,
@@ -159,6 +162,10 @@ class Course:
 
     # Partitions ---------------------------------------------------------------------------
 
+    def _repace(self) -> None:
+        self._is_paced_anew = True
+        self._tune()
+
     def _tune(self) -> None:
         """Find in how many parts pushes go best, as they are from now on."""
         if self._config.replan and self._tables:
@@ -176,7 +183,9 @@ class Course:
 
     def _kept_partitions(self) -> int | None:
         what = self._tuned_for()
-        return self._watch.kept_partitions(what) if what["tables"] else self._tuner.number
+        if not what["tables"]:
+            return self._tuner.number
+        return None if self._is_paced_anew else self._watch.kept_partitions(what)
 
     def _tuned_for(self) -> dict[str, Any]:
         """What a number of parts is found for."""

@@ -3,7 +3,8 @@
 Every worker hears the same counts and decides alike. A table that is nearly dense, or tiny, becomes
 an ordinary parameter; one that was and is touched less becomes a table again. Rows and the
 optimizer's state move with it between two steps, so the result stays exact. Workers of a host that
-hardly want the same rows stop asking together. Links that seem to have changed are measured again.
+hardly want the same rows stop asking together. Links that seem to have changed are measured again;
+when workers have, the number of parts is looked for anew.
 A table stays sharded where a worker has no memory for the whole of it.
 """
 
@@ -30,7 +31,8 @@ from parallax.sparse import TableRows
 _FIRST_STEPS, _MAX_STEPS = 5, 100
 """Looked at after the first few steps, then after four times as many, at last every hundred."""
 _MEASURE_SECONDS = 200.0
-"""At least, from one measurement of links to the next, which may take 2 s each."""
+"""At least, from one measurement of links to the next, which may take 2 s each, and from one search
+for the number of parts to the next: steps of a busy machine are never alike for long."""
 _COPIES = 5
 """Of a table that is whole: its values, a gradient and a bucket of it, and two of most state."""
 
@@ -48,6 +50,8 @@ class Decisions:
     """Measure the links."""
     adopt: Callable[[Cluster], None]
     """Count with these links from now on."""
+    repace: Callable[[], None]
+    """Workers are not as fast as they were: look again for what depends on it."""
     is_settled: Callable[[], bool]
     """Whether steps are alike, and no trials are made."""
 
@@ -81,6 +85,8 @@ class Replanner:
         self._too_large: set[str] = set()
         self._seconds = math.inf
         """Of steps since links were measured again."""
+        self._paced_seconds = math.inf
+        """… since what depends on the workers' speed was looked for."""
         self._next = _FIRST_STEPS
         self._seen: dict[str, tuple[float, float]] = {}
         self._growth: dict[str, float] = {}
@@ -117,9 +123,15 @@ class Replanner:
             f"telling how fast steps are in step {self._peers.step}",
         )
         paces = [Pace(*each.tolist()) for each in told]
-        for what in self._drift.of_workers(paces):
+        passed = num_steps * max(pace.seconds for pace in paces)
+        self._seconds += passed
+        self._paced_seconds += passed
+        drifted = self._drift.of_workers(paces)
+        for what in drifted:
             self._decisions.tell(what)
-        self._seconds += num_steps * max(pace.seconds for pace in paces)
+        if drifted and self._paced_seconds >= _MEASURE_SECONDS:
+            self._paced_seconds = 0.0
+            self._decisions.repace()
         if self.cluster is None or self._seconds < _MEASURE_SECONDS:
             return
         if self._drift.of_waits(paces):

@@ -65,6 +65,47 @@ def train(folder: str | None, batch_size: int, options: dict[str, Any]) -> tuple
     return state, numbers
 
 
+def train_with_a_slower_worker(folder: str, batch_size: int) -> tuple[Any, list[int]]:
+    """The last worker becomes slower once the number of parts is found."""
+    import time
+
+    import parallax
+
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    options = {"run_dir": folder, "routes": {"*": "sharded"}}
+    session = parallax.parallelize(model, optimizer, **options)
+    generator = torch.Generator().manual_seed(1)
+    data: Any = torch.randint(ROWS, (300 * BATCH,), generator=generator)
+    numbers = []
+    for step, batch in enumerate(session.shard(DataLoader(data, batch_size))):
+        numbers.append(session._course.num_partitions)
+        optimizer.zero_grad()
+        model(batch).backward()
+        if session.num_workers > 1:  # Looks are after 105 and 205 steps.
+            is_slow = step > 105 and session.rank == session.num_workers - 1
+            time.sleep(0.03 if is_slow else 0.006)
+        optimizer.step()
+    state = session.state_dict()
+    session.close()
+    return state, numbers
+
+
+def test_the_number_is_looked_for_again_when_a_worker_becomes_slower(tmp_path: Path) -> None:
+    expected, _ = train_with_a_slower_worker(str(tmp_path / "alone"), BATCH)
+    folder = tmp_path / "two"
+    # The second time there is a number that the folder keeps; it is of workers alike.
+    for times in (1, 2):
+        found = run_on_hosts(train_with_a_slower_worker, (2,), str(folder), BATCH // 2)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[0][0][name], value, rtol=1e-10, atol=1e-10)
+        assert found[0][1] == found[1][1]
+        assert len(set(found[0][1][206:])) > 1
+        told = [event["why"] for event in read(folder) if event["kind"] == "note"]
+        assert sum(why.startswith("worker 1 computes") for why in told) >= times
+
+
 FIXED = {"min_partitions": 3, "replan": False}
 MANY = {"min_partitions": 12, "replan": False}  # More than an owner has rows.
 LEAST = {"min_partitions": 3}

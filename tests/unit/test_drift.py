@@ -90,7 +90,7 @@ def test_links_are_measured_seldom_and_no_change_is_forgotten(
     def never(*_: object) -> None:
         raise AssertionError
 
-    decisions = replan.Decisions(never, never, never, measure, never, lambda: True)
+    decisions = replan.Decisions(never, never, never, measure, never, never, lambda: True)
     hosts: Any = type("Two", (), {"workers": [[0], [1]], "__len__": lambda self: 2})()
     alone: Any = SimpleNamespace(is_on=False)
     looking = replan.Replanner(
@@ -112,3 +112,41 @@ def test_links_are_measured_seldom_and_no_change_is_forgotten(
     assert measured == [4.0]
     train(100, 1.0)
     assert measured == [4.0, 2.0]
+
+
+def test_a_worker_s_new_speed_is_told_always_and_followed_now_and_then() -> None:
+    steps: list[Record] = []
+    ledger = SimpleNamespace(steps=steps, totals={})
+    peers: Any = SimpleNamespace(
+        num_workers=2, step=0, ledger=ledger, gather=lambda mine, _: [mine] * 2
+    )
+    told: list[str] = []
+    followed: list[float] = []
+
+    def never(*_: object) -> None:
+        raise AssertionError
+
+    def repace() -> None:
+        followed.append(steps[-1].seconds)
+
+    decisions = replan.Decisions(never, never, told.append, never, never, repace, lambda: True)
+    hosts: Any = type("Two", (), {"workers": [[0], [1]], "__len__": lambda self: 2})()
+    alone: Any = SimpleNamespace(is_on=False)
+    looking = replan.Replanner(
+        peers, {}, alone, lambda: Plan(2, ()), decisions, hosts, may_separate=False
+    )
+
+    def train(num_steps: int, seconds: float) -> None:
+        for _ in range(num_steps):
+            steps.append(Record(0, seconds))
+            looking.end_step(len(steps))
+
+    train(25, 1.0)
+    train(80, 1.0)
+    assert (told, followed) == ([], [])
+    train(100, 2.0)
+    assert (len(told), followed) == (2, [2.0])  # Both workers are as fast as each other.
+    train(100, 1.0)
+    assert (len(told), followed) == (4, [2.0])  # 100 s later: too soon.
+    train(100, 2.0)
+    assert (len(told), followed) == (6, [2.0, 2.0])
