@@ -48,7 +48,7 @@ class Setting:
     engines: tuple[str, ...]
     repetitions: int = 5
     turn_seconds: float = 2.0
-    """How long a turn should be; never less than two steps."""
+    """How long a turn should be; never less than two steps, or one that takes longer than two."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Engines that do not take part, and why."""
 
@@ -230,7 +230,8 @@ def settle(crew: Crew, workload: Workload) -> None:
 
 
 def _num_steps(setting: Setting, turn: Turn) -> int:
-    return min(max(round(setting.turn_seconds / turn.seconds), 2), MAX_STEPS)
+    least = 1 if turn.seconds > 2 * setting.turn_seconds else 2
+    return min(max(round(setting.turn_seconds / turn.seconds), least), MAX_STEPS)
 
 
 def _taking_part(results: list[Result]) -> Iterator[Result]:

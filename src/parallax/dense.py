@@ -29,7 +29,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from parallax import cost
-from parallax.exchange.direct import DirectSums, is_small
+from parallax.exchange.direct import DirectSums
 from parallax.exchange.peers import Peers
 
 
@@ -63,6 +63,8 @@ class DenseRoute:
         self._directs: DirectSums | None = None
         if group is not None and sums is not None:
             self._directs = DirectSums(group, sums, peers.num_workers)
+        self._is_direct = False
+        """Whether all that is reduced goes directly. See [Note: direct] in direct.py."""
         self._summed: list[Future[None]] = []
         self._completing = False
 
@@ -196,6 +198,8 @@ class DenseRoute:
     def _build_engine(self, names: list[str]) -> None:
         self._drop_engine()
         self._reduced, self._sent_bytes = names, self._sent_of(names)
+        size_bytes = sum(self.parameters[name].nbytes for name in names)
+        self._is_direct = self._directs is not None and size_bytes <= cost.DIRECT_BYTES
         if not names or self._peers.num_workers == 1:
             return
         holder = nn.Module()
@@ -216,7 +220,7 @@ class DenseRoute:
 
     def _reduce_bucket(self, state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         values = bucket.buffer().div_(self._peers.num_workers)  # See [Note: copies].
-        if self._directs is not None and is_small(values):
+        if self._directs is not None and self._is_direct:
             done, summed = self._directs.start(values)
             self._summed.append(summed)
             return done

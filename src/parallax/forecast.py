@@ -175,8 +175,7 @@ def _joined(
     after = dense.beside(waited)
     seen -= after.wire_seconds(cluster) - after.wire_seconds(cluster, head_start)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))
-    last = cost.all_reduced(work.dense_bytes * work.last_share, cluster)
-    seconds += max(waited.turns, last.turns) * cluster.latency_seconds
+    seconds += max(waited.turns, dense.turns) * cluster.latency_seconds
     return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)
 
 

@@ -2,9 +2,10 @@
 
 [Note: direct] A ring of N workers takes 2(N - 1) turns. Beside rows, each turn stands in line
 behind what the links carry already, and the last ones are waited for while the links are idle. So
-small gradients are summed in two turns, with the same bytes: each worker gets a part of all
+few gradients are summed in two turns, with the same bytes: each worker gets a part of all
 workers' values, sums it and sends the sum to all. For many bytes the ring is the better one,
-because a link then has one sender only.
+because a link then has one sender only; and not for some of them beside the ring, whose turns
+would stand in line behind them.
 
 The second turn has a group of its own, on which a thread starts one after the other: the reducer
 may be waiting in the training thread.
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax import cost
 from parallax.exchange.courier import Courier
 
 
@@ -54,8 +54,3 @@ class DirectSums:
 
     def close(self) -> None:
         self._courier.close()
-
-
-def is_small(values: Tensor) -> bool:
-    """Whether this tensor is better summed directly. See [Note: direct]."""
-    return values.nbytes <= cost.DIRECT_BYTES
