@@ -25,11 +25,8 @@ check: .venv/dev.stamp ## Lint, check the format and the types
 
 bench: .venv/bench.stamp ## Compare with the peers on hosts with shaped links (needs root)
 	@benchmarks/testbed/install.sh
-	@$(BIN)/python -m benchmarks suite
-	@$(BIN)/python -m benchmarks converge
-	@$(BIN)/python -m benchmarks predict
-	@$(BIN)/python -m benchmarks partitions
-	@$(BIN)/python -m benchmarks report
+	@failed=0; for each in suite converge predict partitions report; do \
+		$(BIN)/python -m benchmarks $$each || failed=1; done; exit $$failed
 
 bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts (needs root)
 	@benchmarks/testbed/install.sh

@@ -99,7 +99,7 @@ def _known(engines: list[str]) -> tuple[str, ...]:
 
 def run_suite(args: argparse.Namespace) -> None:
     settings = suite.quick() if args.quick else suite.full()
-    kept = [] if args.fresh else [each for each in settings if is_kept(each, args.out)]
+    kept = [] if args.fresh else [each for each in settings if _is_whole(each, args.out)]
     if kept:
         print(
             f"{len(kept)} of {len(settings)} settings are kept in {args.out}; --fresh repeats them."
@@ -118,6 +118,11 @@ def is_kept(setting: Setting, folder: Path) -> bool:
     """Whether this very setting was measured; not one of its name with other engines."""
     path = _path(setting, folder)
     return path.exists() and Contest.load(path).setting == setting
+
+
+def _is_whole(setting: Setting, folder: Path) -> bool:
+    """Whether it is kept, and no engine failed: else it is worth another try."""
+    return is_kept(setting, folder) and not Contest.load(_path(setting, folder)).failed
 
 
 def converge(args: argparse.Namespace) -> None:

@@ -99,6 +99,17 @@ class Contest:
     started: str
     machine: str
 
+    @property
+    def failed(self) -> list[str]:
+        """Engines that had a place and gave it up; others never sat beside Parallax."""
+        return [
+            each.engine
+            for sitting in self.sittings
+            if any(one.engine == OURS for one in sitting)
+            for each in sitting
+            if each.absent is not None
+        ]
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
 

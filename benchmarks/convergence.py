@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.contest import FIRST_PORT, set_links
 from benchmarks.crew import LOGS, Crew
 from benchmarks.engines import Engine
-from benchmarks.origin import machine, now
+from benchmarks.origin import Origin
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import TEXT
 from benchmarks.workloads.text import HIDDEN, MAX_WORDS, NUM_SAMPLES, WIDTH, WINDOW, WINDOWS
@@ -64,8 +64,7 @@ class Outcome:
 
     race: Race
     tracks: dict[str, Track]
-    started: str
-    machine: str
+    origin: Origin
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
@@ -74,11 +73,11 @@ class Outcome:
     def load(cls, path: Path) -> Outcome:
         facts = json.loads(path.read_text())
         tracks = {name: Track(**track) for name, track in facts["tracks"].items()}
-        return cls(Race(**facts["race"]), tracks, facts["started"], facts["machine"])
+        return cls(Race(**facts["race"]), tracks, Origin(**facts["origin"]))
 
 
 def run(race: Race, progress: Callable[[str], None]) -> Outcome:
-    started = now()
+    origin = Origin.now()
     tracks = {name: Track() for name in ENGINES}
     about = {"workload": TEXT, "is_emulated": False}
     with ExitStack() as stack:
@@ -95,7 +94,7 @@ def run(race: Race, progress: Callable[[str], None]) -> Outcome:
                     seconds = turn.spans["train"] * race.turn_steps
                     track.add(race.turn_steps, seconds, turn.loss)
             progress(_standing(tracks))
-    return Outcome(race, tracks, started, machine())
+    return Outcome(race, tracks, origin)
 
 
 def _standing(tracks: dict[str, Track]) -> str:
@@ -110,8 +109,8 @@ def table(outcome: Outcome) -> str:
     race = outcome.race
     lines = [
         f"The model of `examples/lm1b.py` on real text to a perplexity of {race.target:g}, "
-        f"{race.num_hosts} hosts × {race.rate}, real compute ({outcome.started} UTC, "
-        f"{outcome.machine}). Tables of {MAX_WORDS:,} × {WIDTH}, a cell of {HIDDEN}, "
+        f"{race.num_hosts} hosts × {race.rate}, real compute ({outcome.origin}). "
+        f"Tables of {MAX_WORDS:,} × {WIDTH}, a cell of {HIDDEN}, "
         f"{NUM_SAMPLES:,} candidates, {WINDOWS} × {WINDOW} words a worker:",
         "",
         "| engine | steps | perplexity | seconds | Parallax = 1 |",

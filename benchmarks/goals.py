@@ -36,7 +36,16 @@ GOALS = (
     Goal("lm-2x200mbit-emulated", "ddp-dense", 40.0),
     Goal("lm-4x200mbit-emulated", "tensorflow", 2.8),
     Goal("dlrm-4x1gbit-emulated", "torchrec", 1.5),
-    Goal("resnet-2x1gbit-real", "ddp-dense", 0.98),
+    *(
+        Goal(f"resnet-{where}", "ddp-dense", 0.98)
+        for where in (
+            "2x1gbit-real",
+            "4x1gbit-real",
+            "2x200mbit-emulated",
+            "4x200mbit-emulated",
+            "8x200mbit-emulated",
+        )
+    ),
     Goal("lm-8x200mbit-emulated", "limit", 1.25),
     Goal("lm-8x200mbit-emulated", "formula", 1.05),
     Goal("lm-8x200mbit-emulated", "lm-2x200mbit-emulated", 1.3),

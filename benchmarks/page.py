@@ -35,6 +35,8 @@ travels as often. CPU is not told of TensorFlow, whose servers are processes of 
 The split of a step (a picture, and in the goals) is told in the same way for all, because most
 engines tell nothing of themselves: *compute* as without exchange, *update* by the engine's clock if
 it has one, *exchange* what its bytes take on the link, *wait* all the rest.
+[profiles.md](profiles.md) has in which code the processors spend a step, as `python -m benchmarks
+profile` samples it.
 
     make peers          # a virtualenv for each; those without one are left out
     make bench          # more than two hours

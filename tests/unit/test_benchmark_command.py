@@ -126,3 +126,20 @@ def test_what_is_kept_is_not_measured_again_but_if_asked_or_changed(
     with pytest.raises(SystemExit):
         run_suite(tmp_path, "--fresh")
     assert measured == ["lm", "nmt", "dlrm"]
+
+
+def test_a_setting_in_which_an_engine_failed_is_measured_again(
+    tmp_path: Path, measured: list[str]
+) -> None:
+    first, _, last = suite.full()
+    whole, broken = held(first), held(last)
+    ours = Result("parallax")
+    # One never took part, the other failed in its turn.
+    whole.sittings = [[ours], [Result("horovod", absent="not installed")]]
+    broken.sittings = [[ours, Result("horovod", absent="it ended")]]
+    assert (whole.failed, broken.failed) == ([], ["horovod"])
+    whole.save(tmp_path / f"{first.name}.json")
+    broken.save(tmp_path / f"{last.name}.json")
+    with pytest.raises(SystemExit):
+        run_suite(tmp_path)
+    assert measured == ["nmt", "dlrm"]

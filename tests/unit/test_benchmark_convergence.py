@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.convergence import Outcome, Race, Track, table
+from benchmarks.origin import Origin
 from benchmarks.page import write
 from benchmarks.results import Results
 from benchmarks.workloads.text import WINDOWS, Text
@@ -24,7 +25,7 @@ def outcome(theirs: float = 690.0) -> Outcome:
         "Parallax": track((25, 2.0, 900.0), (25, 3.0, 691.0)),
         "DDP sparse": track((25, 4.0, 900.9), (25, 6.0, theirs)),
     }
-    return Outcome(Race(target=700.0, max_steps=50), tracks, "today", "here")
+    return Outcome(Race(target=700.0, max_steps=50), tracks, Origin("today", "here", "abc"))
 
 
 def test_a_track_counts_on_and_is_over_at_the_target_or_the_last_step() -> None:
