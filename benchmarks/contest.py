@@ -28,6 +28,8 @@ WARM_UP_STEPS = 4
 """After which losses are compared; Parallax foresees lookups from the third step on."""
 MAX_STEPS = 100
 """Of a turn."""
+SLOW_STEP_SECONDS = 4.0
+"""A turn has one step of an engine that is slower than this, two at least of others."""
 FIRST_PORT = 29_500
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
 PROCESS_BYTES = 350e6
@@ -48,7 +50,7 @@ class Setting:
     engines: tuple[str, ...]
     repetitions: int = 5
     turn_seconds: float = 2.0
-    """How long a turn should be; never less than two steps, or one that takes longer than two."""
+    """How long a turn should be, if steps are not longer. See SLOW_STEP_SECONDS."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Engines that do not take part, and why."""
 
@@ -241,7 +243,7 @@ def settle(crew: Crew, workload: Workload) -> None:
 
 
 def _num_steps(setting: Setting, turn: Turn) -> int:
-    least = 1 if turn.seconds > 2 * setting.turn_seconds else 2
+    least = 1 if turn.seconds > SLOW_STEP_SECONDS else 2
     return min(max(round(setting.turn_seconds / turn.seconds), least), MAX_STEPS)
 
 

@@ -16,7 +16,7 @@ LOOKED_UP = ("parallax", *PEERS, "alone")
 DENSE = ("parallax", "ddp-dense", "horovod", "deepspeed", "alone")
 PERCENTS = (0.5, 2, 10, 50, 100)
 MAX_STEP_SECONDS = 4.0
-"""A turn has two steps at least; whose take longer than this would be most of the suite's time."""
+"""Engines whose steps take longer than this would be most of the suite's time."""
 WITH_TENSORFLOW = {
     ("lm", 2, "200mbit"),
     ("lm", 4, "200mbit"),

@@ -24,7 +24,8 @@ A turn is a message that must have come before the next one is sent. A worker se
 a turn in which all hear from all, and one in a turn of a ring:
 
     all-reduced    2·(N-1) messages          in 2·(N-1) turns of a ring, or directly in 2
-    sharded        4·(N-1)                   in 4 turns, for all tables together
+    sharded        4·(N-1)                   in 4 turns, for all tables together; N-1 more for each
+                                             part but the first, 2·(N-1) where rows come ahead
     gathered       N-1                       in N-1 turns of a ring, for each table
     served         2·(N-1)                   in 2 turns
 
@@ -186,13 +187,15 @@ def sharded_bytes(rows: float, row_bytes: float, num_workers: int) -> float:
 # Routes -----------------------------------------------------------------------------------
 
 
-def all_reduced(size_bytes: float, cluster: Cluster) -> Traffic:
-    """A gradient of which each worker has a copy."""
+def all_reduced(size_bytes: float, cluster: Cluster, reductions: float = 1.0) -> Traffic:
+    """A gradient of which each worker has a copy; `size_bytes` are those of all reductions."""
     sent, others = allreduce_bytes(size_bytes, cluster.num_workers), cluster.num_workers - 1
     if not sent:
         return Traffic()
-    turns = 2 * others if size_bytes > DIRECT_BYTES else 2
-    return Traffic(sent, sent if cluster.num_hosts > 1 else 0.0, turns, 2 * others)
+    turns = 2 * others if size_bytes / reductions > DIRECT_BYTES else 2
+    return Traffic(
+        sent, sent if cluster.num_hosts > 1 else 0.0, turns, round(2 * others * reductions)
+    )
 
 
 def sharded(

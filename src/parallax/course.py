@@ -46,7 +46,7 @@ class Course:
         self._device = device
         self._tables: Mapping[str, TableRows] = {}
         self._is_paced_anew = False
-        """Workers are not as fast as when an earlier run found what it kept, for all we know."""
+        """Workers are not as fast as they were when this run began, or an earlier one."""
         self._tuner = Tuner(peers, config.min_partitions, self._kept_partitions, self._tuned)
         self._plan = replace(
             plan,
@@ -178,7 +178,7 @@ class Course:
         took = ", ".join(f"{1e3 * times[each]:.1f} ms with {each}" for each in sorted(times))
         why = f"gradients of rows in {number} parts: {took or 'as an earlier run found'}"
         self._change(replace(self._plan, num_partitions=number), why)
-        if times:
+        if times and not self._is_paced_anew:  # A run that begins knows nothing of it.
             self._watch.partitions(number, self._tuned_for())
 
     def _kept_partitions(self) -> int | None:

@@ -114,7 +114,7 @@ def forecast(
         else:
             comes_early, rest = _sharded(table, cluster, merges)
             early, waited = early + comes_early, waited + rest
-    dense = cost.all_reduced(whole_bytes, cluster)
+    dense = cost.all_reduced(whole_bytes, cluster, work.reductions)
     if architecture is Architecture.SHARDED:
         dense = cost.served(whole_bytes, cluster, merges=merges)
     return _joined(replace(work, dense_bytes=whole_bytes), cluster, dense, early, waited)
@@ -126,7 +126,8 @@ def planned(work: Work, cluster: Cluster, *, merges: bool = False) -> Forecast:
     for table in work.tables:
         comes_early, rest = _sharded(table, cluster, merges)
         early, waited = early + comes_early, waited + rest
-    return _joined(work, cluster, cost.all_reduced(work.dense_bytes, cluster), early, waited)
+    dense = cost.all_reduced(work.dense_bytes, cluster, work.reductions)
+    return _joined(work, cluster, dense, early, waited)
 
 
 class Line(Protocol):
@@ -169,9 +170,9 @@ def _joined(
     """A step of which some traffic comes early and some is waited for, beside dense gradients."""
     traffic = dense.beside(early + waited)
     dense_seconds = dense.wire_seconds(cluster)
-    beside = min(dense_seconds * (1 - work.last_share), work.window_seconds)
-    head_start = cluster.head_start(work.compute_seconds - beside - early.wire_seconds(cluster))
-    seen = dense_seconds - beside + waited.wire_seconds(cluster)
+    hidden = min(dense_seconds * (1 - work.last_share), work.window_seconds)
+    head_start = cluster.head_start(work.compute_seconds - hidden - early.wire_seconds(cluster))
+    seen = dense_seconds - hidden + waited.wire_seconds(cluster)
     after = dense.beside(waited)
     seen -= after.wire_seconds(cluster) - after.wire_seconds(cluster, head_start)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))

@@ -108,8 +108,9 @@ class Ledger:
         self._opened = time.perf_counter()
 
     def begin(self) -> None:
-        """The first step begins: setting up is none."""
-        self._opened = time.perf_counter()
+        """The first step begins: what was exchanged to set up belongs to none."""
+        self._open, self._opened = Record(step=0), time.perf_counter()
+        self._closed = {name: float(getattr(self, name)) for name in COUNTERS}
 
     def add(self, parameter: str, **amounts: float) -> None:
         """Write amounts (fields of `Entry`) to a parameter in the step that is under way."""

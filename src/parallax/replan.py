@@ -30,9 +30,9 @@ from parallax.sparse import TableRows
 
 _FIRST_STEPS, _MAX_STEPS = 5, 100
 """Looked at after the first few steps, then after four times as many, at last every hundred."""
-_MEASURE_SECONDS = 200.0
-"""At least, from one measurement of links to the next, which may take 2 s each, and from one search
-for the number of parts to the next: steps of a busy machine are never alike for long."""
+_MEASURE_SECONDS, _PACED_STEPS = 200.0, 1000
+"""At least, from one measurement of links to the next, which may take 2 s each; and both, from one
+search for the number of parts to the next: steps of a busy machine are never alike for long."""
 _COPIES = 5
 """Of a table that is whole: its values, a gradient and a bucket of it, and two of most state."""
 
@@ -85,8 +85,10 @@ class Replanner:
         self._too_large: set[str] = set()
         self._seconds = math.inf
         """Of steps since links were measured again."""
-        self._paced_seconds = math.inf
+        self._paced_seconds, self._paced_steps = math.inf, math.inf
         """… since what depends on the workers' speed was looked for."""
+        self._is_paced = True
+        """Whether that was after it had last changed."""
         self._next = _FIRST_STEPS
         self._seen: dict[str, tuple[float, float]] = {}
         self._growth: dict[str, float] = {}
@@ -126,17 +128,22 @@ class Replanner:
         passed = num_steps * max(pace.seconds for pace in paces)
         self._seconds += passed
         self._paced_seconds += passed
-        drifted = self._drift.of_workers(paces)
-        for what in drifted:
+        self._paced_steps += num_steps
+        for what in self._drift.of_workers(paces):
             self._decisions.tell(what)
-        if drifted and self._paced_seconds >= _MEASURE_SECONDS:
-            self._paced_seconds = 0.0
-            self._decisions.repace()
+            self._is_paced = False
+        self._follow_pace()
         if self.cluster is None or self._seconds < _MEASURE_SECONDS:
             return
         if self._drift.of_waits(paces):
             self._seconds = 0.0
             self._measure_links(self.cluster)
+
+    def _follow_pace(self) -> None:
+        is_soon = self._paced_seconds < _MEASURE_SECONDS or self._paced_steps < _PACED_STEPS
+        if not self._is_paced and not is_soon:
+            self._is_paced, self._paced_seconds, self._paced_steps = True, 0.0, 0
+            self._decisions.repace()
 
     def _measure_links(self, known: Cluster) -> None:
         now = self._decisions.measure()

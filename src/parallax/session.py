@@ -84,6 +84,7 @@ class Session:
         _check_free(model)
         self.model = model
         self._modules = list(model.modules())
+        self._children: list[nn.Module | None] = []
         self.optimizers = optimizers
         self.config = config
         self.ledger = Ledger(config.ledger_steps)
@@ -589,9 +590,12 @@ class Session:
         return next((p.device for p in self.model.parameters() if not p.is_meta), None)
 
     def _buffers(self) -> list[Tensor]:
-        """As they are now: a module may have put another tensor in a buffer's place, or have a new
-        one. The modules are those there were: to walk through hundreds takes longer than all else.
+        """As they are now: a module may have put another tensor in a buffer's place. To go through
+        hundreds of modules takes long, so that is done only if one has other children than before.
         """
+        children = [child for module in self._modules for child in module._modules.values()]
+        if children != self._children:
+            self._modules, self._children = list(self.model.modules()), children
         found = (buffer for module in self._modules for buffer in module._buffers.values())
         return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 

@@ -10,38 +10,46 @@ from parallax import cost
 from tests.support.workers import run_workers
 
 
-def reduce(width: int) -> tuple[int, int, torch.Tensor]:
-    """The bytes of all gradients, how many buckets went directly, and a gradient."""
+def reduce(width: int) -> tuple[int, int, int, torch.Tensor]:
+    """Bytes of all gradients, how many buckets went by the ring and how many directly in a
+    backward, and a gradient."""
     import parallax
+    from parallax.dense import DenseRoute
     from parallax.exchange.direct import DirectSums
 
-    started = []
-    start = DirectSums.start
+    went: list[str] = []
 
-    def counted(self: DirectSums, values: torch.Tensor) -> object:
-        started.append(len(values))
-        return start(self, values)
+    def counted(owner: type, name: str) -> None:
+        function = getattr(owner, name)
 
-    DirectSums.start = counted  # type: ignore[assignment, method-assign]
-    model = nn.Sequential(nn.Linear(width, 512), nn.Linear(512, 8), nn.Linear(8, 1))
+        def call(self: object, values: torch.Tensor) -> object:
+            went.append(name)
+            return function(self, values)
+
+        setattr(owner, name, call)
+
+    counted(DirectSums, "start")
+    counted(DenseRoute, "_sum")
+    # The gradients of the last layer come first and fill a bucket; a small one is left.
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 512), nn.Linear(512, width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     session = parallax.parallelize(model, optimizer)
     for _ in range(3):  # Buckets are laid out anew after the first.
         optimizer.zero_grad()
-        started.clear()
+        went.clear()
         torch.manual_seed(session.rank)
-        model(torch.randn(4, width)).mean().backward()
+        model(torch.randn(4, 4)).mean().backward()
         optimizer.step()
     size_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    gradient = model[2].weight.grad
+    gradient = model[0].weight.grad
     session.close()
-    return size_bytes, len(started), gradient
+    return size_bytes, went.count("_sum"), went.count("start"), gradient
 
 
 @pytest.mark.parametrize(("width", "is_direct"), [(256, True), (640, False)])
 def test_few_go_directly_and_many_all_by_the_ring(width: int, is_direct: bool) -> None:
     found = run_workers(reduce, 3, width)
-    assert all((size <= cost.DIRECT_BYTES) == is_direct for size, _, _ in found)
-    assert all(bool(number) == is_direct for _, number, _ in found)
-    for _, _, gradient in found[1:]:
-        torch.testing.assert_close(gradient, found[0][2])
+    for size_bytes, num_by_ring, num_direct, gradient in found:
+        assert (size_bytes <= cost.DIRECT_BYTES) == is_direct
+        assert (num_by_ring, num_direct) == ((0, 1) if is_direct else (2, 0))
+        torch.testing.assert_close(gradient, found[0][3])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from parallax import cost
 from tests.support.models import Squares
 from tests.support.workers import outcomes_of, run_on_hosts, run_workers
 
@@ -305,7 +306,7 @@ class Many(nn.Module):
         return torch.cat(found, 1).square().mean()
 
 
-def count_collectives(num_tables: int, num_steps: int) -> int:
+def count_collectives(num_tables: int, num_steps: int, lookahead: bool = True) -> int:
     """In how many this worker takes part, in whatever thread."""
     import torch.distributed as dist
 
@@ -327,7 +328,8 @@ def count_collectives(num_tables: int, num_steps: int) -> int:
     torch.manual_seed(0)
     model = Many(num_tables)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    session = parallax.parallelize(model, optimizer, routes={"*": "sharded"}, replan=False)
+    options = {"routes": {"*": "sharded"}, "replan": False, "lookahead": lookahead}
+    session = parallax.parallelize(model, optimizer, **options)
     data: Any = torch.randint(ROWS, (num_steps * session.num_workers * BATCH, num_tables))
     for ids in session.shard(DataLoader(data, BATCH)):
         model(ids).backward()
@@ -346,6 +348,14 @@ def test_collectives_do_not_grow_with_the_tables() -> None:
     )
     assert few == many
     assert 0 < many < 10 * 10
+
+
+@pytest.mark.parametrize(("lookahead", "more"), [(False, 0), (True, 2)])
+def test_a_step_sends_the_messages_that_cost_tells(lookahead: bool, more: int) -> None:
+    """With two workers, each collective is a message."""
+    long, short = (run_workers(count_collectives, 2, 1, n, lookahead)[0] for n in (16, 6))
+    told = cost.sharded(cost.Touched(1), 8, cost.Cluster.unmeasured(2, 1)).messages
+    assert long - short == 10 * (told + more)
 
 
 def test_a_pass_that_was_left_does_not_end_foresight() -> None:

@@ -114,6 +114,26 @@ def test_rank_0_initial_values_win() -> None:
     assert_same(found, model.state_dict(), torch.float32)
 
 
+def buffers_come_later() -> None:
+    import parallax
+
+    model = Lookup("embedding")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer)
+    train(model, optimizer)
+    model.register_buffer("noise", torch.zeros(3))
+    model.late = nn.Sequential(nn.BatchNorm1d(3, affine=False))
+    for buffer in (model.noise, model.late[0].running_mean):
+        buffer.fill_(session.rank)
+    train(model, optimizer)
+    for buffer in (model.noise, model.late[0].running_mean):
+        assert torch.equal(buffer, torch.zeros(3))  # As rank 0 has it.
+
+
+def test_buffers_that_come_later_are_given_out_too() -> None:
+    run_workers(buffers_come_later, 2)
+
+
 # Identity ---------------------------------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ def test_one_worker_sends_nothing() -> None:
 def test_one_host_leaves_its_link_alone() -> None:
     assert cost.all_reduced(100, cluster(1, 4)) == Traffic(150, 0, 2, 6)
     assert cost.all_reduced(4e6, cluster(1, 4)) == Traffic(6e6, 0, 6, 6)  # a ring
+    assert cost.all_reduced(2e6, cluster(1, 4), reductions=2) == Traffic(3e6, 0, 2, 12)
     assert cost.sharded(Touched(10), 8, cluster(1, 4)) == Traffic(180, 0, 4, 12)
     assert cost.gathered(Touched(10), 8, cluster(1, 4)) == Traffic(480, 0, 3, 3)
     assert cost.served(100, cluster(1, 4)) == Traffic(150, 0, 2, 6)

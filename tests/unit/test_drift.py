@@ -147,6 +147,10 @@ def test_a_worker_s_new_speed_is_told_always_and_followed_now_and_then() -> None
     train(100, 2.0)
     assert (len(told), followed) == (2, [2.0])  # Both workers are as fast as each other.
     train(100, 1.0)
-    assert (len(told), followed) == (4, [2.0])  # 100 s later: too soon.
-    train(100, 2.0)
-    assert (len(told), followed) == (6, [2.0, 2.0])
+    assert (len(told), followed) == (4, [2.0])  # Too soon, and not forgotten.
+    train(800, 1.0)
+    assert (len(told), followed) == (4, [2.0])
+    train(100, 1.0)
+    assert (len(told), followed) == (4, [2.0, 1.0])
+    train(2000, 1.0)
+    assert (len(told), followed) == (4, [2.0, 1.0])

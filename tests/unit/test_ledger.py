@@ -14,13 +14,18 @@ from parallax.ledger import Ledger
 
 def test_a_step_begins_where_the_one_before_ended() -> None:
     ledger = Ledger()
+    ledger.header_seconds, ledger.header_bytes = 9.0, 100
+    ledger.add("table", rows=3)
     time.sleep(0.05)
     ledger.begin()
+    ledger.header_bytes += 10
     ledger.close_step()
     time.sleep(0.05)
     ledger.close_step()
     first, second = (record.seconds for record in ledger.steps)
     assert first < 0.05 <= second
+    assert (ledger.steps[0].header_seconds, ledger.steps[0].header_bytes) == (0.0, 10)
+    assert ledger.steps[0].parameters == {}
 
 
 def test_setting_up_is_no_step() -> None:

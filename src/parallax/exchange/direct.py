@@ -23,7 +23,7 @@ from parallax.exchange.courier import Courier
 
 
 class DirectSums:
-    """Sums small flat tensors over all workers, in place and in order."""
+    """Sums flat tensors over all workers, in place and in order."""
 
     def __init__(self, group: dist.ProcessGroup, sums: dist.ProcessGroup, num_workers: int) -> None:
         self._group, self._sums = group, sums

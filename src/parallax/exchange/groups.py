@@ -42,7 +42,7 @@ class Groups:
         self.rows: dist.ProcessGroup | None = None
         self.dense: dist.ProcessGroup | None = None
         self.sums: dist.ProcessGroup | None = None
-        """For the sums of small dense gradients. See [Note: direct] in direct.py."""
+        """For the sums of few dense gradients. See [Note: direct] in direct.py."""
         self.ahead: dist.ProcessGroup | None = None
         self.control_ahead: dist.ProcessGroup | None = None
         self.host: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None)

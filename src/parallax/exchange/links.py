@@ -70,9 +70,10 @@ def _pair(peers: Peers, ranks: Sequence[int]) -> Others:
 def _measure(
     peers: Peers, device: torch.device, others: Others, known_rate: float | None = None
 ) -> Link:
+    start = time.monotonic()
     small = [_timed(peers, device, 8, others) for _ in range(_NUM_SMALL)]
     # The slowest worker's, so that all go on alike.
-    latency, size_bytes, start = _slowest(peers, median(small)), _FIRST_BYTES, time.monotonic()
+    latency, size_bytes = _slowest(peers, median(small)), _FIRST_BYTES
     if known_rate is not None:
         return Link(known_rate, latency)
     fastest = math.inf
