@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +148,11 @@ def test_work_is_what_was_seen() -> None:
 
 
 # The paper --------------------------------------------------------------------------------
+
+
+def test_the_page_has_what_is_forecast_now() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+    assert paper.page().strip() in page.read_text()
 
 
 @pytest.mark.parametrize("place", range(1, len(paper.NUM_MACHINES)))
