@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.crew import LOGS, Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
 from benchmarks.loopback import Loopback
-from benchmarks.origin import commit, machine, now
+from benchmarks.origin import Theft, commit, machine, now
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import Workload, by_name
 from parallax.memory import available_bytes
@@ -100,6 +100,8 @@ class Contest:
     sittings: list[list[Result]]
     started: str
     machine: str
+    stolen: float = 0.0
+    """The share of the processors' time that others on the same hardware had."""
 
     @property
     def failed(self) -> list[str]:
@@ -120,7 +122,7 @@ class Contest:
         facts = json.loads(path.read_text())
         facts["setting"]["engines"] = tuple(facts["setting"]["engines"])
         sittings = [[_result(**each) for each in sitting] for sitting in facts["sittings"]]
-        return cls(Setting(**facts["setting"]), sittings, facts["started"], facts["machine"])
+        return cls(**{**facts, "setting": Setting(**facts["setting"]), "sittings": sittings})
 
 
 def _result(turns: list[dict[str, Any]], **facts: Any) -> Result:
@@ -129,7 +131,7 @@ def _result(turns: list[dict[str, Any]], **facts: Any) -> Result:
 
 def hold(setting: Setting, progress: Callable[[str], None]) -> Contest:
     """Bring up hosts and engines, let them take their turns, and take all down."""
-    started = now()
+    started, theft = now(), Theft()
     workload, free = by_name(setting.workload), available_bytes()
     reasons = {**setting.left_out, **_reasons(setting, workload, free)}
     absent = [Result(name, absent=why) for name, why in reasons.items()]
@@ -138,7 +140,8 @@ def hold(setting: Setting, progress: Callable[[str], None]) -> Contest:
         _sit(setting, names, progress)
         for names in sittings_of(present, workload, setting.num_hosts, free)
     ]
-    return Contest(setting, [*sittings, absent] if absent else sittings, started, machine())
+    held = [*sittings, absent] if absent else sittings
+    return Contest(setting, held, started, machine(), theft.share())
 
 
 def _reasons(setting: Setting, workload: Workload, free_bytes: float) -> dict[str, str]:

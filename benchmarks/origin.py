@@ -38,6 +38,34 @@ def machine() -> str:
     return f"{os.cpu_count()} × {_processor()}, {memory:.0f} GiB, {system}"
 
 
+class Theft:
+    """What others on the same hardware take of this machine's processors, from now on."""
+
+    def __init__(self) -> None:
+        self._before = _processor_time()
+
+    def share(self) -> float:
+        stolen, total = (b - a for a, b in zip(self._before, _processor_time(), strict=True))
+        return stolen / total if total else 0.0
+
+
+def _processor_time() -> tuple[float, float]:
+    """Of all processors since the machine was started: stolen, and all; in ticks."""
+    with Path("/proc/stat").open() as lines:
+        ticks = [float(each) for each in lines.readline().split()[1:9]]
+    return ticks[7], sum(ticks)
+
+
+def theft_note(share: float) -> str:
+    """A sentence, if it was enough to matter."""
+    if share < _LITTLE:
+        return ""
+    return f" Others on the same hardware had {share:.0%} of the processors' time."
+
+
+_LITTLE = 0.02
+
+
 def _processor() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, model = line.partition(":")

@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.contest import FIRST_PORT, WARM_UP_STEPS, set_links, settle
 from benchmarks.crew import Crew
 from benchmarks.engines import ours
-from benchmarks.origin import Origin
+from benchmarks.origin import Origin, Theft, theft_note
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import by_name
 from parallax.journal import read
@@ -40,6 +40,8 @@ class Sweep:
     found: int
     tuned: list[float]
     origin: Origin
+    stolen: float = 0.0
+    """See Contest."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))
@@ -63,7 +65,7 @@ class Sweep:
 def sweep(
     workload: str, num_hosts: int, rate: str, repetitions: int, progress: Callable[[str], None]
 ) -> Sweep:
-    about, origin = {"workload": workload, "is_emulated": True}, Origin.now()
+    about, origin, theft = {"workload": workload, "is_emulated": True}, Origin.now(), Theft()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         bed = stack.enter_context(Testbed(num_hosts, ssh="off"))
@@ -89,7 +91,7 @@ def sweep(
             for number, crew in crews.items():
                 seconds[number].append(crew.take_turn(10).seconds)
     tuned = seconds.pop(0)
-    return Sweep(workload, num_hosts, rate, seconds, found, tuned, origin)
+    return Sweep(workload, num_hosts, rate, seconds, found, tuned, origin, theft.share())
 
 
 def _found(folder: str) -> int:
@@ -113,7 +115,7 @@ def table(result: Sweep) -> str:
         f"| found while training: {result.found} | {_spread(result.tuned)} |",
         "",
         f"With the number it found, the job takes {1 + result.excess:.3f} of the fastest "
-        f"(goal {1 + MAX_EXCESS:.2f}). {result.origin}.",
+        f"(goal {1 + MAX_EXCESS:.2f}). {result.origin}.{theft_note(result.stolen)}",
     ]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.contest import FIRST_PORT, set_links, settle
 from benchmarks.crew import Crew
 from benchmarks.engines import ours
-from benchmarks.origin import Origin
+from benchmarks.origin import Origin, Theft, theft_note
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import by_name
 from parallax.launch.outlook import Run
@@ -40,6 +40,8 @@ class Prediction:
     seen_bytes: float
     planning_seconds: float
     origin: Origin
+    stolen: float = 0.0
+    """See Contest."""
 
     @property
     def error(self) -> float:
@@ -71,7 +73,7 @@ def _setting(found: Prediction) -> tuple[int, int]:
 
 
 def predict(workload: str, num_hosts: int) -> Prediction:
-    origin = Origin.now()
+    origin, theft = Origin.now(), Theft()
     with tempfile.TemporaryDirectory() as folder, Testbed(num_hosts, ssh="off") as bed:
         set_links(bed, RATE)
         engine = ours(run_dir=folder)
@@ -97,6 +99,7 @@ def predict(workload: str, num_hosts: int) -> Prediction:
         sum(line.bytes_per_step or 0.0 for line in lines),
         turn.spans["planning"],
         origin,
+        theft.share(),
     )
 
 
@@ -128,5 +131,6 @@ def table(found: Sequence[Prediction]) -> str:
         + f"\n\nSteps are at most {worst:.0%} off (goal {MAX_ERROR:.0%}), bytes "
         f"{worst_bytes:.1%} ({MAX_BYTES_ERROR:.0%}); planning, measuring and the ledger take at "
         f"most {max(each.planning for each in found):.2%} of a step ({MAX_PLANNING:.0%}), by the "
-        "first worker's clock, which also runs while others have the cores.\n\n" + origins
+        "first worker's clock, which also runs while others have the cores."
+        f"{theft_note(max(each.stolen for each in found))}\n\n" + origins
     )

@@ -11,6 +11,7 @@ from benchmarks.engines import ALONE, ENGINES, OURS
 from benchmarks.figures import Figure, absent_of, figures_of
 from benchmarks.goals import goals_table
 from benchmarks.limits import formula_bytes
+from benchmarks.origin import theft_note
 from benchmarks.workloads import by_name
 
 FEWEST_BYTES = 0.9
@@ -104,7 +105,8 @@ def _note(contest: Contest) -> str:
     return (
         f"{contest.started} UTC, {contest.machine}; {len(first.turns)} turns of each "
         f"engine, {first.num_steps} steps in a turn of Parallax at "
-        f"{first.versions.get('parallax', 'an unknown commit')}.{_sittings(contest)}"
+        f"{first.versions.get('parallax', 'an unknown commit')}."
+        f"{theft_note(contest.stolen)}{_sittings(contest)}"
     )
 
 

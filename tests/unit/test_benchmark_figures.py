@@ -11,7 +11,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure as Picture
 
-from benchmarks import goals, limits, report
+from benchmarks import goals, limits, origin, report
 from benchmarks.contest import Contest, Result, Setting, sittings_of, too_large
 from benchmarks.crew import Turn
 from benchmarks.engines import ENGINES
@@ -262,6 +262,16 @@ def test_goals_say_what_was_and_was_not_reached() -> None:
     assert any(f"{against} not measured" in line for line in lines)
     lines = goals.goals_table([contest(), contest(num_hosts=2)]).splitlines()
     assert any(f"{against} 1.00 × | reached" in line for line in lines)
+
+
+def test_what_others_had_of_the_processors_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(10.0, 1000.0), (40.0, 1100.0)])
+    monkeypatch.setattr(origin, "_processor_time", lambda: next(times))
+    held = dataclasses.replace(contest(), stolen=origin.Theft().share())
+    assert "Others on the same hardware had 30% of the processors' time." in report.table(held)
+    assert "Others on" not in report.table(contest())
+    monkeypatch.undo()
+    assert 0 <= origin.Theft().share() <= 1
 
 
 def test_engines_sit_together_as_memory_allows() -> None:
