@@ -176,7 +176,11 @@ def _joined(
     after = dense.beside(waited)
     seen -= after.wire_seconds(cluster) - after.wire_seconds(cluster, head_start)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))
-    seconds += max(waited.turns, dense.turns) * cluster.latency_seconds
+    # As if by themselves: a ring's turns are between two workers each, and where the last bucket is
+    # small they take far less than a latency, which is that of a turn in which all take part.
+    last = cost.all_reduced(work.dense_bytes * work.last_share, cluster, work.reductions)
+    turns = max(waited.turns, min(dense.turns, last.turns))
+    seconds += turns * cluster.latency_seconds
     return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)
 
 
