@@ -89,6 +89,20 @@ def test_a_peer_trains_the_same(name: str, request: pytest.FixtureRequest) -> No
         assert results[name].loss == pytest.approx(results["parallax"].loss, rel=LOSS_TOLERANCE)
 
 
+@pytest.mark.skipif(
+    ENGINES["tensorflow"].missing is not None, reason=str(ENGINES["tensorflow"].missing)
+)
+@pytest.mark.parametrize("workload", ["lm", "nmt", "dlrm"])
+@pytest.mark.timeout(600)
+def test_tensorflow_has_the_same_layers(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker has nobody to be asynchronous to, so its losses are those of torch."""
+    monkeypatch.setitem(ENGINES, "parallax", replace(ENGINES["parallax"], settling_steps=0))
+    engines = ("parallax", "tensorflow")
+    setting = Setting(workload, 1, "1gbit", False, engines, 1, turn_seconds=1e-6)
+    ours, theirs = hold(setting, lambda _: None).sittings[0]
+    assert theirs.loss == pytest.approx(ours.loss, rel=LOSS_TOLERANCE)
+
+
 @pytest.mark.skipif(find_spec("gensim") is None, reason="the text comes with gensim")
 @pytest.mark.timeout(600)
 def test_a_race_on_real_text_has_the_same_perplexities() -> None:
