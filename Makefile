@@ -28,7 +28,7 @@ bench: .venv/bench.stamp ## Compare with the peers on hosts with shaped links (n
 	@failed=0; for each in suite converge predict partitions report; do \
 		$(BIN)/python -m benchmarks $$each || failed=1; done; exit $$failed
 
-bench-quick: .venv/bench.stamp ## The same in ten minutes, on fewer hosts (needs root)
+bench-quick: .venv/bench.stamp ## The same in five minutes, on fewer hosts (needs root)
 	@benchmarks/testbed/install.sh
 	@$(BIN)/python -m benchmarks suite --quick --fresh --out runs/bench-quick
 	@$(BIN)/python -m benchmarks report runs/bench-quick --out runs/report-quick
