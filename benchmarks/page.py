@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from benchmarks import convergence, partitions, predictions
+from benchmarks.contest import Contest
 from benchmarks.plots import draw, draw_convergence
 from benchmarks.report import report
 from benchmarks.results import Results
@@ -49,7 +51,8 @@ profile` samples it.
 def write(results: Results, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     contests, outcome = results.contests, results.outcome
-    parts = [INTRODUCTION, *(_shown(path) for path in draw(contests, folder)), report(contests)]
+    parts = [INTRODUCTION, _machines(contests)]
+    parts += [*(_shown(path) for path in draw(contests, folder)), report(contests)]
     if outcome is not None:
         picture = draw_convergence(outcome, folder)
         parts += ["## Convergence", convergence.table(outcome), _shown(picture)]
@@ -58,8 +61,21 @@ def write(results: Results, folder: Path) -> Path:
     if results.sweep is not None:
         parts += ["## Pushes in parts", partitions.table(results.sweep)]
     page = folder / "README.md"
-    page.write_text("\n\n".join(part.strip() for part in parts) + "\n")
+    page.write_text("\n\n".join(part.strip() for part in parts if part) + "\n")
     return page
+
+
+def _machines(contests: list[Contest]) -> str:
+    """A warning, if there are several."""
+    numbers = Counter(contest.machine for contest in contests)
+    if len(numbers) < 2:
+        return ""
+    named = "; ".join(f"{number} on {machine}" for machine, number in numbers.most_common())
+    return (
+        f"Settings were measured on {len(numbers)} machines, as told below each table: {named}. "
+        "What is told in seconds or by the second cannot be compared between them, nor can ends of "
+        "a plot's line that are of different ones."
+    )
 
 
 def _shown(picture: Path) -> str:

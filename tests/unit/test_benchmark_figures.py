@@ -264,6 +264,14 @@ def test_goals_say_what_was_and_was_not_reached() -> None:
     assert any(f"{against} 1.00 × | reached" in line for line in lines)
 
 
+def test_a_page_of_several_machines_says_so(tmp_path: Path) -> None:
+    here, there = contest(), dataclasses.replace(contest(num_hosts=2), machine="there")
+    alone = write(Results([here]), tmp_path / "one").read_text()
+    assert "Settings were measured on" not in alone
+    text = write(Results([here, there]), tmp_path / "two").read_text()
+    assert "on 2 machines, as told below each table: 1 on here; 1 on there." in text
+
+
 def test_what_others_had_of_the_processors_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([(10.0, 1000.0), (40.0, 1100.0)])
     monkeypatch.setattr(origin, "_processor_time", lambda: next(times))
