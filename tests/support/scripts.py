@@ -260,6 +260,37 @@ def gradients_put_aside(session: Any, model: Any, optimizer: Any, batches: list[
 
 
 @script
+def views_put_aside(session: Any, model: Any, optimizer: Any, batches: list[Batch]) -> None:
+    """As do views of gradients, where nothing tells that a script has them."""
+    dense = [*model.hidden.parameters(), *model.extra.parameters()]
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        session.weight(len(first[0]))
+        model(first, extra=True).backward()
+        aside = [parameter.grad.detach()[..., 1:] for parameter in dense]
+        optimizer.zero_grad()
+        session.weight(len(second[0]))
+        model(second, extra=True).backward()
+        for parameter, view in zip(dense, aside, strict=True):
+            parameter.grad[..., 1:] -= 0.5 * view
+        step(optimizer)
+
+
+@script
+def gradients_kept_by_a_hook(
+    session: Any, model: Any, optimizer: Any, batches: list[Batch]
+) -> None:
+    """What a script gets hold of while the backward runs is the gradient of all in the end."""
+    kept: list[Tensor] = []
+    layer = model.hidden.weight
+    layer.register_post_accumulate_grad_hook(lambda parameter: kept.append(parameter.grad))
+    for batch in batches:
+        session.weight(len(batch[0]))
+        model(batch).backward()
+        layer.grad = 0.5 * kept.pop()
+        step(optimizer)
+
+
+@script
 def gradients_that_share_memory(
     session: Any, model: Any, optimizer: Any, batches: list[Batch]
 ) -> None:
