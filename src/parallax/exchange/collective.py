@@ -19,9 +19,9 @@ from torch import Tensor
 from parallax import cost
 from parallax.exchange.header import Fault, Operation
 from parallax.exchange.peers import Peers
-from parallax.exchange.shipment import Family, Shipment, families
-from parallax.shard import Merge, RowMap, laid_out, put_rows, regrouped
-from parallax.wire import packed, row_bytes, unpacked
+from parallax.exchange.shipment import Shipment, families
+from parallax.shard import Merge, RowMap, laid_out, put_rows, regrouped, spread
+from parallax.wire import Wire, packed, row_bytes, unpacked
 
 Waiting = AbstractContextManager[None]
 
@@ -74,27 +74,10 @@ class Push:
     """By parcel and worker: rows that go there."""
     received: Tensor
     """By parcel and worker: rows that come from there."""
-    places: Tensor
-    """Which rows those are, by worker and in each by parcel."""
-
-    def cut(self, number: int) -> list[Push]:
-        """As several, each with some of the rows. See [Note: parts]."""
-        places = [parcel.row_map.places(parcel.slots) % number for parcel in self.parcels]
-        orders = [torch.argsort(each, stable=True) for each in places]
-        sent = torch.stack(
-            [
-                _part_counts(each, counts, number)
-                for each, counts in zip(places, self.sent, strict=True)
-            ],
-            1,
-        )
-        here = self.places % number
-        received = _part_counts(here, self.received.t().flatten(), number)
-        received = received.reshape(number, *self.received.t().shape).transpose(1, 2)
-        came = self.places[torch.argsort(here, stable=True)]
-        pieces = came.split_with_sizes(received.sum((1, 2)).tolist())
-        parcels = _cut_parcels(self.parcels, orders, sent.sum(2))
-        return [Push(parcels[i], sent[i], received[i], pieces[i]) for i in range(number)]
+    going: Tensor
+    """Their places there: of what goes, by worker and in each by parcel."""
+    coming: Tensor
+    """Their places here: of what comes, likewise."""
 
 
 def announce_push(
@@ -104,13 +87,14 @@ def announce_push(
 
     Every worker gives the same tables in the same order, with the rows that it has itself.
     """
-    ids, counts = None, torch.empty((0, peers.num_workers), dtype=torch.int64)
+    counts = torch.empty((0, peers.num_workers), dtype=torch.int64)
+    ids = torch.empty(0, dtype=torch.int64)
     if parcels:
         counts, places = laid_out([p.row_map for p in parcels], [p.slots for p in parcels])
         ids = places[regrouped(counts.t()).to(places.device)]
     told = peers.announce(operation, counts.t().tolist(), ids=ids, flags=flags, is_met=True)
     received = torch.tensor(told.counts, dtype=torch.int64).t()
-    return Push(parcels, counts, received, told.ids.long()), told.flags
+    return Push(parcels, counts, received, ids, told.ids.long()), told.flags
 
 
 def complete_push(
@@ -141,120 +125,169 @@ class Bring:
     ) -> None:
         """Send those of the chosen tables."""
         self.waited_seconds = 0.0
-        pushes = [push] if num_partitions == 1 else push.cut(num_partitions)
-        self._parts = [_Part(peers, part, chosen) for part in pushes]
-        for part in self._parts:  # While they travel.
-            part.prepare()
+        self._num_tables = len(chosen)
+        self._groups = families([push.parcels[i].values for i in chosen])
+        bundles = [Bundle.of(push, [chosen[i] for i in members]) for members in self._groups]
+        cut = [bundle.cut(num_partitions) for bundle in bundles]
+        self._shipments = [_shipped(peers, parts) for parts in zip(*cut, strict=True)]
+        self._sums = [
+            _Sum(whole, parts, peers.wire) for whole, parts in zip(bundles, cut, strict=True)
+        ]
 
     def summed(self, scale: float, waiting: Callable[[], Waiting]) -> list[Parcel]:
         """By row, times `scale`; `waiting` says what a wait belongs to."""
-        found = []
-        for part in self._parts:
+        for number, shipment in enumerate(self._shipments):
             start = time.perf_counter()
             with waiting():
-                arrived = part.shipment.arrived()
+                arrived = shipment.arrived()
             self.waited_seconds += time.perf_counter() - start
-            found.append(part.summed(arrived, scale))
-        return found[0] if len(found) == 1 else [_joined(each) for each in zip(*found, strict=True)]
-
-
-class _Part:
-    """Of what is brought: what travels and is summed together."""
-
-    def __init__(self, peers: Peers, push: Push, chosen: Sequence[int]) -> None:
-        self._push, self._chosen, self._wire = push, chosen, peers.wire
-        self._parcels = [push.parcels[i] for i in chosen]
-        self._groups = families([p.values for p in self._parcels])
-        values = [p.values if p.packed is None else p.packed for p in self._parcels]
-        sent, received = push.sent[list(chosen)], push.received[list(chosen)]
-        self.shipment = Shipment(peers, values, sent, received, groups=self._groups)
-
-    def prepare(self) -> None:
-        """Work out which rows are the same."""
-        self._merges = [
-            _Merging.of(self._push, [self._chosen[i] for i in members]) for members in self._groups
-        ]
-
-    def summed(self, arrived: Sequence[Family], scale: float) -> list[Parcel]:
+            for family, total in zip(arrived, self._sums, strict=True):
+                total.add(number, family.rows, scale)
         found: dict[int, Parcel] = {}
-        for merging, family in zip(self._merges, arrived, strict=True):
-            like = self._parcels[family.members[0]].values
-            summed = merging.summed(unpacked(family.rows, like, self._wire), scale)
-            found |= dict(zip(family.members, summed, strict=True))
-        return [found[i] for i in range(len(self._parcels))]
-
-
-def _joined(parts: Sequence[Parcel]) -> Parcel:
-    """Of one table; no row is in two parts. In the order they have without parts, so that what
-    is worked out of them does not depend on a number that a clock chose."""
-    slots, order = torch.sort(torch.cat([part.slots for part in parts]))
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)).to(order))
-    values = parts[0].values.new_empty((len(order), *parts[0].values.shape[1:]))
-    pieces = places.split_with_sizes([part.slots.size(0) for part in parts])
-    for piece, part in zip(pieces, parts, strict=True):
-        put_rows(values, piece, part.values)
-    return replace(parts[0], slots=slots, values=values)
-
-
-def _part_counts(parts: Tensor, sizes: Tensor, number: int) -> Tensor:
-    """By part, and by consecutive piece of these sizes: how many of its rows are of the part."""
-    pieces = torch.repeat_interleave(sizes).to(parts.device)
-    counts = torch.bincount(parts * len(sizes) + pieces, minlength=number * len(sizes))
-    return counts.cpu().reshape(number, len(sizes))
-
-
-def _cut_parcels(
-    parcels: Sequence[Parcel], orders: Sequence[Tensor], sizes: Tensor
-) -> list[list[Parcel]]:
-    """By part: of each parcel, `sizes[part, parcel]` rows in the order that sorts it by part."""
-    found = []
-    for parcel, order, each in zip(parcels, orders, sizes.t().tolist(), strict=True):
-        pieces = order.split_with_sizes(each)
-        found.append([_rows_of(parcel, piece) for piece in pieces])
-    return [list(part) for part in zip(*found, strict=True)]
-
-
-def _rows_of(parcel: Parcel, rows: Tensor) -> Parcel:
-    slots = parcel.slots.index_select(0, rows)
-    if parcel.packed is not None:  # Its values stay here.
-        packed = parcel.packed.index_select(0, rows)
-        return replace(parcel, slots=slots, values=parcel.values[:0], packed=packed)
-    return replace(parcel, slots=slots, values=parcel.values.index_select(0, rows))
+        for members, total in zip(self._groups, self._sums, strict=True):
+            found |= zip(members, total.by_table(), strict=True)
+        return [found[i] for i in range(self._num_tables)]
 
 
 @dataclass(frozen=True)
-class _Merging:
-    """How the rows of a family come together. See [Note: families] in shipment.py."""
+class Bundle:
+    """The gradients of tables alike as if they were one table's: its places are those of the first
+    table, then those of the second one, and so on. See [Note: families] in shipment.py."""
 
     parcels: list[Parcel]
-    merge: Merge
     offsets: list[int]
-    """What is added to the places of each table, so that no two have the same."""
+    """By table: what is added to its places."""
+    values: Tensor
+    """As they go: by worker, and in each by table."""
+    sent: Tensor
+    """By worker."""
+    going: Tensor
+    """The values' places."""
+    received: Tensor
+    """By worker."""
+    coming: Tensor
+    """The places of what comes: by worker, and in each by table."""
 
     @staticmethod
-    def of(push: Push, members: list[int]) -> _Merging:
+    def of(push: Push, members: list[int]) -> Bundle:
         parcels = [push.parcels[i] for i in members]
-        offsets = [0, *itertools.accumulate(parcel.row_map.span for parcel in parcels)]
-        # What no member gets is below zero.
-        added = torch.full((len(push.parcels),), -1).index_copy_(
-            0, torch.tensor(members), torch.tensor(offsets[:-1])
+        offsets = [0, *itertools.accumulate(parcel.row_map.span for parcel in parcels)][:-1]
+        values = [p.values if p.packed is None else p.packed for p in parcels]
+        joined = values[0]
+        if len(members) > 1:
+            pieces = [
+                each.split_with_sizes(sizes)
+                for each, sizes in zip(values, push.sent[members].tolist(), strict=True)
+            ]
+            joined = torch.cat(list(itertools.chain.from_iterable(zip(*pieces, strict=True))))
+        return Bundle(
+            parcels,
+            offsets,
+            joined,
+            push.sent[members].sum(0),
+            _behind_each_other(push.going, push.sent, members, offsets),
+            push.received[members].sum(0),
+            _behind_each_other(push.coming, push.received, members, offsets),
         )
-        sizes = push.received.t().flatten()
-        shifts = torch.repeat_interleave(added.repeat(push.received.shape[1]), sizes)
-        shifts = shifts.to(push.places.device)
-        places = push.places
-        if len(members) < len(push.parcels):
-            places, shifts = places[shifts >= 0], shifts[shifts >= 0]
-        return _Merging(parcels, Merge.of(places + shifts), offsets)
 
-    def summed(self, values: Tensor, scale: float) -> list[Parcel]:
-        total = self.merge.summed(values, scale)
-        slots = self.merge.slots
-        edges = torch.searchsorted(slots, torch.tensor(self.offsets, device=slots.device)).tolist()
+    def cut(self, number: int) -> list[Bundle]:
+        """As several, each with some of the rows. See [Note: parts]."""
+        if number == 1:
+            return [self]
+        sent, order = _by_part(self.going, self.sent, number)
+        received, order_here = _by_part(self.coming, self.received, number)
+        going = self.going[order].split_with_sizes(sent.sum(1).tolist())
+        values = self.values.index_select(0, order).split_with_sizes(sent.sum(1).tolist())
+        coming = self.coming[order_here].split_with_sizes(received.sum(1).tolist())
         return [
-            Parcel(parcel.name, parcel.row_map, slots[low:high] - offset, total[low:high])
-            for parcel, offset, low, high in zip(
-                self.parcels, self.offsets, edges, edges[1:], strict=False
+            replace(
+                self,
+                values=values[i],
+                sent=sent[i],
+                going=going[i],
+                received=received[i],
+                coming=coming[i],
+            )
+            for i in range(number)
+        ]
+
+
+def _behind_each_other(
+    places: Tensor, sizes: Tensor, members: list[int], offsets: list[int]
+) -> Tensor:
+    """Places by worker and in each by table, of which there are `sizes[table, worker]`: those of
+    some tables, with what is added to them."""
+    if len(sizes) == 1:
+        return places
+    added = torch.full((len(sizes),), -1)
+    added[members] = torch.tensor(offsets)
+    shifts = torch.repeat_interleave(added.repeat(sizes.shape[1]), sizes.t().flatten())
+    shifts = shifts.to(places.device)
+    if len(members) < len(sizes):
+        places, shifts = places[shifts >= 0], shifts[shifts >= 0]
+    return places + shifts
+
+
+def _by_part(places: Tensor, sizes: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Of places by worker: how many there are by part and worker, and their order by these."""
+    parts = places % number
+    workers = torch.repeat_interleave(sizes).to(parts.device)
+    counts = torch.bincount(parts * len(sizes) + workers, minlength=number * len(sizes))
+    return counts.cpu().reshape(number, len(sizes)), torch.argsort(parts, stable=True)
+
+
+def _shipped(peers: Peers, bundles: Sequence[Bundle]) -> Shipment:
+    return Shipment(
+        peers,
+        [bundle.values for bundle in bundles],
+        torch.stack([bundle.sent for bundle in bundles]),
+        torch.stack([bundle.received for bundle in bundles]),
+        groups=[[i] for i in range(len(bundles))],
+    )
+
+
+class _Sum:
+    """What comes of a bundle, part by part, summed by row.
+
+    The rows are in the order they have without parts, so that what is worked out of them does not
+    depend on a number that a clock chose.
+    """
+
+    def __init__(self, whole: Bundle, parts: Sequence[Bundle], wire: Wire) -> None:
+        """Work out which rows are the same, while they travel."""
+        self._whole, self._wire = whole, wire
+        self._merges = [Merge.of(part.coming) for part in parts]
+        self._slots = self._merges[0].slots
+        if len(parts) > 1:
+            self._slots, order = torch.sort(torch.cat([merge.slots for merge in self._merges]))
+            places = torch.empty_like(order)
+            places.scatter_(0, order, torch.arange(len(order), device=order.device))
+            sizes = [len(merge.slots) for merge in self._merges]
+            self._places = places.split_with_sizes(sizes)
+            like = whole.parcels[0].values
+            self._values = like.new_empty((len(order), *like.shape[1:]))
+
+    def add(self, number: int, rows: Tensor, scale: float) -> None:
+        """The rows of a part have come."""
+        like = self._whole.parcels[0].values
+        total = self._merges[number].summed(unpacked(rows, like, self._wire), scale)
+        if len(self._merges) == 1:
+            self._values = total
+        else:
+            put_rows(self._values, self._places[number], total)
+
+    def by_table(self) -> list[Parcel]:
+        offsets = torch.tensor(self._whole.offsets)
+        edges = torch.searchsorted(self._slots, offsets.to(self._slots.device))
+        sizes = torch.diff(edges.cpu(), append=torch.tensor([len(self._slots)]))
+        slots = self._slots - spread(offsets, sizes, self._slots.device)
+        return [
+            Parcel(parcel.name, parcel.row_map, *each)
+            for parcel, *each in zip(
+                self._whole.parcels,
+                slots.split_with_sizes(sizes.tolist()),
+                self._values.split_with_sizes(sizes.tolist()),
+                strict=True,
             )
         ]
 

@@ -39,6 +39,8 @@ class Told:
     """By table and neighbour: how many rows it gave to this worker."""
     order: Tensor
     """Of this worker's rows, by table: which go, by speaker and in each by table."""
+    asked: Tensor
+    """What goes, in that order."""
     slots: Tensor
     """What came, by neighbour and in each by table."""
 
@@ -89,7 +91,7 @@ class Neighbours:
             told = self._tell(operation, maps, [parcel.slots for parcel in parcels])
             if told is None:
                 return parcels
-            push = Push(_sorted(parcels, told), told.sent, told.received, told.slots)
+            push = Push(_sorted(parcels, told), told.sent, told.received, told.asked, told.slots)
             bring = Bring(self._inside, push, range(len(parcels)))
         summed = bring.summed(1.0, lambda: self._peers.waiting(operation))
         values = [parcel.values for parcel in parcels]
@@ -130,13 +132,14 @@ class Neighbours:
         order = torch.argsort(keys, stable=True)
         counts = torch.bincount(keys, minlength=num_here * num_tables).cpu()
         sent = counts.reshape(num_here, num_tables)
-        told = self._announced(operation, sent.tolist(), joined[order])
+        asked = joined[order]
+        told = self._announced(operation, sent.tolist(), asked)
         if told is None:
             return None
         received = torch.tensor(told.counts, dtype=torch.int64)
         away = len(joined) - int(sent[self._inside.rank].sum())
         self._inside.ledger.local_bytes += ID_BYTES * away
-        return Told(sent.t(), received.t(), order, told.ids.long())
+        return Told(sent.t(), received.t(), order, asked, told.ids.long())
 
 
 class _Joined(Errand):
