@@ -31,11 +31,13 @@ def tried(took: Callable[[int], float], least: int = 1) -> dict[int, float]:
     [
         (0.0, 1.0, 1, [2, 4, 1]),  # Parts only cost.
         (4.0, 1.0, 1, [2, 4, 1]),
-        (36.0, 1.0, 1, [2, 4, 8, 16]),
-        (36.0, 1.0, 3, [3, 6, 12]),
+        (36.0, 1.0, 1, [2, 4, 8]),
+        (400.0, 1.0, 1, [2, 4, 8, 16]),
+        (100.0, 1.0, 3, [3, 6, 12]),
+        (1.0, 0.0, 1, [2, 4, 1]),  # Hardly a gain.
         (0.0, 1.0, 5, [5, 10, 16]),  # Not below what the user wants.
         (0.0, 1.0, 20, [20]),
-        (9.0, 0.0, 1, [2, 4, 8, 16]),
+        (900.0, 0.0, 1, [2, 4, 8, 16]),
     ],
 )
 def test_numbers_double_while_that_gains_and_halve_otherwise(
@@ -46,12 +48,13 @@ def test_numbers_double_while_that_gains_and_halve_otherwise(
 
 @pytest.mark.parametrize("hidden", [0.0, 1.0, 3.0, 10.0, 36.0, 200.0])
 @pytest.mark.parametrize("least", [1, 2, 5])
-def test_what_is_taken_is_the_best_of_all(hidden: float, least: int) -> None:
+def test_what_is_taken_is_the_smallest_of_the_best(hidden: float, least: int) -> None:
     took = curve(100, hidden, 1.0)
     found = best(tried(took, least), least)
-    exhaustive = min(range(least, 17), key=took)
+    fastest = min(took(number) for number in range(least, 17))
     assert found >= least
-    assert took(found) == pytest.approx(took(exhaustive), rel=1e-6)
+    assert took(found) <= fastest / 0.97
+    assert found == least or took(found - 1) > fastest / 0.97
 
 
 def test_the_curve_is_that_of_least_squares() -> None:
@@ -70,6 +73,7 @@ def test_where_there_is_no_such_curve_the_fastest_is_taken() -> None:
     assert fit({1: 1.0, 2: 3.0, 4: 3.0}) is None  # It falls off on the wrong side.
     assert best({1: 1.0, 2: 3.0, 4: 3.0}, 1) == 1
     assert best({5: 3.0, 10: 2.0}, 5) == 10
+    assert best({2: 3.01, 4: 3.0, 8: 2.99, 16: 2.98}, 1) == 2
 
 
 def test_a_tuner_settles_after_its_trials() -> None:
@@ -87,7 +91,7 @@ def test_a_tuner_settles_after_its_trials() -> None:
     for _ in range(200):
         tuner.end_step(took(tuner.number))
     assert tuner.number == 3
-    assert [list(times) for times in settled] == [[2, 4, 8]]
+    assert [list(times) for times in settled] == [[2, 4, 1]]
     assert not any(math.isnan(taken) for taken in settled[0].values())
     assert not tuner.is_on
     found.append(7)
