@@ -69,6 +69,8 @@ class Cluster:
     """A host's link to all others."""
     within: Link
     """The memory of a host, by which its workers reach each other."""
+    ring_seconds: float | None = None
+    """Of a ring's turn, in which each worker hears one other; None where nobody measured it."""
 
     @staticmethod
     def unmeasured(num_hosts: int, workers_per_host: int) -> Cluster:

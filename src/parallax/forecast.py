@@ -8,8 +8,9 @@ seen beyond the compute depends on when it can begin:
     dense gradients            beside the backward, once the first bucket is full; the last bucket,
                                which the last gradient completes, is waited for
 
-A step takes max(all traffic, compute + what is waited for) + turns · latency. Links that have
-rested during the compute let some bytes pass at once, which are not waited for.
+A step takes max(all traffic, compute + what is waited for) + turns · latency, or the turns of the
+ring that sums dense gradients if these take longer. Links that have rested during the compute let
+some bytes pass at once, which are not waited for.
 """
 
 from __future__ import annotations
@@ -176,12 +177,18 @@ def _joined(
     after = dense.beside(waited)
     seen -= after.wire_seconds(cluster) - after.wire_seconds(cluster, head_start)
     seconds = max(traffic.wire_seconds(cluster), work.compute_seconds + max(seen, 0.0))
-    # As if by themselves: a ring's turns are between two workers each, and where the last bucket is
-    # small they take far less than a latency, which is that of a turn in which all take part.
-    last = cost.all_reduced(work.dense_bytes * work.last_share, cluster, work.reductions)
-    turns = max(waited.turns, min(dense.turns, last.turns))
-    seconds += turns * cluster.latency_seconds
+    seconds += max(waited.turns * cluster.latency_seconds, _turning(work, cluster, dense))
     return Forecast(traffic, seconds, work.samples * cluster.num_workers / seconds)
+
+
+def _turning(work: Work, cluster: Cluster, dense: Traffic) -> float:
+    """What the turns of the last dense gradients take."""
+    if cluster.ring_seconds is not None and dense.turns > 2:
+        return dense.turns * cluster.ring_seconds
+    # A latency is that of a turn in which all take part; a ring's take less, most of all where the
+    # last bucket is small. Then its turns count as if it were sent directly.
+    last = cost.all_reduced(work.dense_bytes * work.last_share, cluster, work.reductions)
+    return min(dense.turns, last.turns) * cluster.latency_seconds
 
 
 def _is_better_whole(table: Table, work: Work, cluster: Cluster, merges: bool) -> bool:

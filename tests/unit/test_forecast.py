@@ -32,6 +32,20 @@ def test_dense_gradients_go_beside_the_backward_but_for_the_last_bucket() -> Non
     assert short.seconds == pytest.approx(0.3 + wire - window + 0.02)
 
 
+def test_turns_of_a_ring_take_what_they_were_measured_to_take() -> None:
+    four = replace(CLUSTER, num_hosts=4, between=Link(1e7, 0.01))
+    work = Work((), dense_bytes=9e6, compute_seconds=6.0, samples=8, bucket_bytes=4e6)
+    unmeasured = forecast(work, four, Architecture.HYBRID).seconds
+    measured = replace(four, ring_seconds=0.005)
+    found = forecast(work, measured, Architecture.HYBRID).seconds
+    assert found - unmeasured == pytest.approx(6 * 0.005 - 2 * 0.01)
+    # Few gradients go directly, and rows have no ring.
+    few = replace(work, dense_bytes=500)
+    for each, architecture in ((few, Architecture.HYBRID), (work, Architecture.SHARDED)):
+        seconds = [forecast(each, links, architecture).seconds for links in (four, measured)]
+        assert seconds[0] == seconds[1]
+
+
 def test_a_single_bucket_is_waited_for() -> None:
     work = Work((), dense_bytes=500, compute_seconds=0.3, samples=1)
     assert planned(work, CLUSTER).seconds == pytest.approx(0.3 + 0.5 + 0.02)

@@ -21,7 +21,7 @@ _MAX_SECONDS = 0.8
 """For the messages of a link altogether; with both kinds of links, and what passes at once, it is
 two."""
 _FIRST_BYTES, _MAX_BYTES = 64 << 10, 256 << 20
-_NUM_SMALL = 11
+_NUM_SMALL, _NUM_SUMS = 11, 5
 _MIN_MESSAGES, _MAX_MESSAGES = 5, 20
 _BURST_SECONDS, _REST_SECONDS, _NUM_BURSTS = 0.04, 0.06, 3
 """Of a message that tells what passes at once, and of the rest before it."""
@@ -51,7 +51,7 @@ def measure(
     some = between or within
     if some is None:
         return None
-    return Cluster(len(hosts), most, between or some, within or some)
+    return Cluster(len(hosts), most, between or some, within or some, _ring_turn(peers, device))
 
 
 Others = tuple[int | None, int | None]
@@ -103,6 +103,18 @@ def _burst(peers: Peers, device: torch.device, others: Others, link: Link) -> fl
     return burst_bytes if burst_bytes > _MIN_BURST * size_bytes else 0.0
 
 
+def _ring_turn(peers: Peers, device: torch.device) -> float:
+    """Of a sum of few numbers, each of which goes once around to be summed and once to be told."""
+    found = []
+    for _ in range(_NUM_SUMS):
+        values = torch.zeros(64 * peers.num_workers, device=device)
+        start = time.perf_counter()
+        with peers.waiting(_WHERE):
+            peers.reduce(values)
+        found.append(_since(start, device))
+    return _slowest(peers, median(found)) / (2 * (peers.num_workers - 1))
+
+
 def _timed(peers: Peers, device: torch.device, size_bytes: int, others: Others) -> float:
     sent, received = [0] * peers.num_workers, [0] * peers.num_workers
     if others[0] is not None:
@@ -113,8 +125,12 @@ def _timed(peers: Peers, device: torch.device, size_bytes: int, others: Others) 
     start = time.perf_counter()
     with peers.waiting(_WHERE):
         peers.exchange(values, sent, received)
-        if device.type == "cuda":  # Waiting there only orders what comes after it.
-            torch.cuda.synchronize(device)
+    return _since(start, device)
+
+
+def _since(start: float, device: torch.device) -> float:
+    if device.type == "cuda":  # Waiting there only orders what comes after it.
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 

@@ -265,6 +265,10 @@ class Peers:
         """An owner's rows to all, in place; inside `waiting`."""
         self.wait(dist.broadcast(values, owner, group=self._lanes[Lane.ROWS], async_op=True))
 
+    def reduce(self, values: Tensor) -> None:
+        """Sum over all, in place, as dense gradients are; inside `waiting`."""
+        self.wait(dist.all_reduce(values, group=self._lanes[Lane.ROWS], async_op=True))
+
     def spread_all(self, tensors: Sequence[Tensor], where: str) -> None:
         """Rank 0's tensors to all, in place; those of one dtype travel together."""
         if self.num_workers == 1:

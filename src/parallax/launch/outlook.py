@@ -196,6 +196,7 @@ def _cluster(events: Sequence[dict[str, Any]]) -> Cluster | None:
                 event["workers_per_host"],
                 Link(**event["between"]),
                 Link(**event["within"]),
+                event.get("ring_seconds"),
             )
     return None
 
