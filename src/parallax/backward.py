@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -75,7 +76,12 @@ class Backward:
     """Joins both routes: begins with the first gradient of either, ends with the backward."""
 
     def __init__(
-        self, peers: Peers, weight: Weight, names: list[str], buffers: Callable[[], list[Tensor]]
+        self,
+        peers: Peers,
+        weight: Weight,
+        names: list[str],
+        buffers: Callable[[], list[Tensor]],
+        device: torch.device,
     ) -> None:
         self.dense: DenseRoute
         self.tables: dict[str, TableRows] = {}
@@ -106,6 +112,8 @@ class Backward:
         self._syncs = True
         self._scale = 1.0
         self._unsynced = False
+        self._is_clocked = device.type == "cpu"
+        self._began = 0.0
 
     def begin(self) -> float:
         """Called by either route for each gradient; says its scale."""
@@ -114,6 +122,7 @@ class Backward:
             self._scale = self._weight.scale()
             if self._syncs:
                 self._arm()
+            self._began = time.perf_counter()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return self._scale
 
@@ -133,7 +142,7 @@ class Backward:
             self._unsynced = True
         if self._unsynced or self.count == seen:
             self._arm()
-            self._reduce()
+            self._reduce(0.0)
 
     def _arm(self) -> None:
         self.before_reduction()
@@ -143,13 +152,13 @@ class Backward:
         """Called by autograd when the backward has run."""
         try:
             if self._syncs:
-                self._reduce()
+                self._reduce(time.perf_counter() - self._began if self._is_clocked else 0.0)
             else:
                 self._unsynced = True
         finally:
             self._active = False
 
-    def _reduce(self) -> None:
+    def _reduce(self, backward_seconds: float) -> None:
         """Bring every worker's gradients together. See [Note: arming] in dense.py.
 
         The push goes on beside the all-reduces, whose last ones `complete` has started.
@@ -177,7 +186,7 @@ class Backward:
         self.called |= flags[-1]
         self._unsynced = False
         self.count += 1
-        self._peers.ledger.add_reduction()
+        self._peers.ledger.add_reduction(backward_seconds)
 
     def _push(self, operation: Operation, push: Push, used: set[str]) -> None:
         """Row gradients of the tables that are used go to their rows' owners."""

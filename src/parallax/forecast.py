@@ -27,7 +27,7 @@ from parallax.ledger import Record
 _BUCKET_BYTES = (1 << 20, 25 << 20)
 """Of torch's reducer, if nobody sets them: the first one, the others."""
 _BACKWARD_SHARE = 2 / 3
-"""Of the compute: a backward multiplies twice where a forward does once."""
+"""Of the compute, if nobody clocked it: a backward multiplies twice where a forward does once."""
 
 
 class Architecture(str, enum.Enum):
@@ -70,6 +70,8 @@ class Work:
     """Dense gradients that are all-reduced together, where torch's own sizes are not taken."""
     reductions: float = 1.0
     """In a step; dense gradients and rows are those of all of them."""
+    backward_seconds: float | None = None
+    """Of the compute: from the first gradient to the last; None if it is not known."""
 
     @property
     def last_share(self) -> float:
@@ -83,7 +85,10 @@ class Work:
     def window_seconds(self) -> float:
         """Of the backward: what is left when the first bucket is full."""
         first_share = min(1.0, self._buckets[0] / self.dense_bytes) if self.dense_bytes else 1.0
-        return _BACKWARD_SHARE * self.compute_seconds * (1 - first_share)
+        backward = self.backward_seconds
+        if backward is None:
+            backward = _BACKWARD_SHARE * self.compute_seconds
+        return backward * (1 - first_share)
 
     @property
     def _buckets(self) -> tuple[float, float]:
@@ -162,7 +167,8 @@ def work_of(
             tables.append(Table(line.name, *sizes, touched, early, line.exact_row_bytes))
     compute = max(mean.seconds - mean.waiting_seconds, 0.0)
     samples = mean.samples or 1.0
-    return Work(tuple(tables), dense_bytes, compute, samples, bucket_bytes, reductions)
+    backward = min(mean.backward_seconds, compute) or None
+    return Work(tuple(tables), dense_bytes, compute, samples, bucket_bytes, reductions, backward)
 
 
 def _joined(

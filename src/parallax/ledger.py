@@ -48,7 +48,7 @@ class Entry:
 
 COUNTERS = ("header_seconds", "header_bytes", "local_seconds", "local_bytes")
 """Of a record: what belongs to no parameter."""
-AMOUNTS = ("seconds", "samples", "reductions", *COUNTERS)
+AMOUNTS = ("seconds", "samples", "reductions", "backward_seconds", *COUNTERS)
 """Of a record: its numbers."""
 
 
@@ -70,6 +70,9 @@ class Record:
     reductions: float = 0.0
     """Backwards whose gradients were brought together: more than one where a script accumulates
     without `no_sync`."""
+    backward_seconds: float = 0.0
+    """Of those, from the first gradient to the last; 0 where a GPU computes, whose clock is not the
+    script's."""
     is_interrupted: bool = False
     """An evaluation took place in it, so its seconds are not those of a step."""
     parameters: dict[str, Entry] = field(default_factory=dict)
@@ -137,8 +140,9 @@ class Ledger:
     def add_samples(self, number: float) -> None:
         self._open.samples += number
 
-    def add_reduction(self) -> None:
+    def add_reduction(self, backward_seconds: float) -> None:
         self._open.reductions += 1
+        self._open.backward_seconds += backward_seconds
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -353,7 +353,7 @@ class Session:
         """Put every parameter on its route."""
         names, plan = [fact.name for fact in self._facts], self._course.plan
         self._weight = Weight(self._peers)
-        self._backward = Backward(self._peers, self._weight, names, self._buffers)
+        self._backward = Backward(self._peers, self._weight, names, self._buffers, self._device())
         dense = DenseRoute(
             self._peers,
             self._groups.dense,

@@ -53,3 +53,35 @@ def test_few_go_directly_and_many_all_by_the_ring(width: int, is_direct: bool) -
         assert (size_bytes <= cost.DIRECT_BYTES) == is_direct
         assert (num_by_ring, num_direct) == ((0, 1) if is_direct else (2, 0))
         torch.testing.assert_close(gradient, found[0][3])
+
+
+def clock() -> list[tuple[float, float]]:
+    """Of three steps: what the backward took between its gradients, and the whole step."""
+    import time
+
+    import parallax
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.1)
+            return values.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.05)
+            return gradient
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallax.parallelize(model, optimizer) as session:
+        for _ in range(3):
+            model[1](Slow.apply(model[0](torch.ones(2, 4)))).mean().backward()
+            optimizer.step()
+        return [(step.backward_seconds, step.seconds) for step in session.ledger.steps]
+
+
+def test_the_ledger_has_the_time_between_gradients() -> None:
+    for steps in run_workers(clock, 2):
+        for between, whole in steps:
+            assert 0.05 <= between <= whole - 0.1

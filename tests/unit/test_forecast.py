@@ -30,6 +30,10 @@ def test_dense_gradients_go_beside_the_backward_but_for_the_last_bucket() -> Non
     short = forecast(replace(dense, compute_seconds=0.3), fast, Architecture.HYBRID)
     window = 0.2 * (1 - 4e6 / dense_bytes)
     assert short.seconds == pytest.approx(0.3 + wire - window + 0.02)
+    # … of the backward as it was clocked, if it was.
+    clocked = replace(dense, compute_seconds=0.3, backward_seconds=0.1)
+    found = forecast(clocked, fast, Architecture.HYBRID)
+    assert found.seconds == pytest.approx(0.3 + wire - window / 2 + 0.02)
 
 
 def test_turns_of_a_ring_take_what_they_were_measured_to_take() -> None:
