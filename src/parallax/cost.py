@@ -72,6 +72,13 @@ class Cluster:
     ring_seconds: float | None = None
     """Of a ring's turn, in which each worker hears one other; None where nobody measured it."""
 
+    def with_hosts(self, number: int) -> Cluster:
+        """As many hosts of the same kind. A ring that stays in one host was not measured if there
+        were several, nor the other way round."""
+        is_alike = (number == 1) == (self.num_hosts == 1)
+        ring_seconds = self.ring_seconds if is_alike else None
+        return replace(self, num_hosts=number, ring_seconds=ring_seconds)
+
     @staticmethod
     def unmeasured(num_hosts: int, workers_per_host: int) -> Cluster:
         """Of which bytes can be told, and no seconds."""

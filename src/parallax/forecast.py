@@ -71,7 +71,7 @@ class Work:
     reductions: float = 1.0
     """In a step; dense gradients and rows are those of all of them."""
     backward_seconds: float | None = None
-    """Of the compute: from the first gradient to the last; None if it is not known."""
+    """From the first gradient to the last; None if it is not known."""
 
     @property
     def last_share(self) -> float:
@@ -189,7 +189,7 @@ def _joined(
 
 def _turning(work: Work, cluster: Cluster, dense: Traffic) -> float:
     """What the turns of the last dense gradients take."""
-    if cluster.ring_seconds is not None and dense.turns > 2:
+    if cluster.ring_seconds is not None and dense.turns > 2:  # Only a ring has more.
         return dense.turns * cluster.ring_seconds
     # A latency is that of a turn in which all take part; a ring's take less, most of all where the
     # last bucket is small. Then its turns count as if it were sent directly.
@@ -215,7 +215,7 @@ def scaling(
     """For each architecture and number of hosts."""
     return {
         architecture: [
-            forecast(work, replace(cluster, num_hosts=each), architecture, merges=merges)
+            forecast(work, cluster.with_hosts(each), architecture, merges=merges)
             for each in num_hosts
         ]
         for architecture in Architecture

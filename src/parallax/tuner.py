@@ -111,7 +111,8 @@ def best(times: Mapping[int, float], least: int) -> int:
     if fitted is not None:
         numbers = range(max(least, min(times)), max(times) + 1)
         taken = {number: _at(fitted, number) for number in numbers}
-    return min(number for number in taken if _GAIN * taken[number] <= min(taken.values()))
+    fastest = min(taken.values())
+    return min(number for number in taken if taken[number] <= max(fastest, fastest / _GAIN))
 
 
 def fit(times: Mapping[int, float]) -> tuple[float, float, float] | None:

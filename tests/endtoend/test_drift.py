@@ -73,7 +73,7 @@ def test_what_has_changed_is_measured_again_and_told(tmp_path: Path) -> None:
     # The bed lets 512 kB pass at once, of which no more is seen than this link carries in 40 ms.
     assert 0 < links[-1]["burst_bytes"] < 1.3 * 0.04 * 40e6 / 8
     for event in events:
-        if event["kind"] == "cluster":  # Two turns are a sum, and hardly more than two messages.
+        if event["kind"] == "cluster":
             assert 0 < event["ring_seconds"] < 0.1
     notes = [event["why"] for event in events if event["kind"] == "note"]
     assert any(note.startswith("links between hosts carry") for note in notes), notes

@@ -83,5 +83,6 @@ def clock() -> list[tuple[float, float]]:
 
 def test_the_ledger_has_the_time_between_gradients() -> None:
     for steps in run_workers(clock, 2):
+        assert len(steps) == 3
         for between, whole in steps:
             assert 0.05 <= between <= whole - 0.1

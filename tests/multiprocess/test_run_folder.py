@@ -67,6 +67,8 @@ def test_predicted_bytes_are_those_that_were_seen(num_workers: int, tmp_path: Pa
     run = outlook.Run.of(str(tmp_path))
     assert run.mean is not None
     assert run.cluster is not None
+    assert run.cluster.ring_seconds is not None
+    assert run.mean.backward_seconds > 0
     seen = run.plan.observed(run.mean, run.cluster)
     for line in seen.parameters:
         assert line.predicted_bytes == pytest.approx(line.bytes_per_step, rel=0.05)

@@ -42,14 +42,16 @@ def pairs(num_steps: int, num_workers: int) -> Tensor:
 ROUTES = {"words.*": "sharded", "out.*": "sharded"}
 
 
-def train(wire: str, lookahead: bool) -> tuple[dict[str, Tensor], float, float]:
+def train(wire: str, lookahead: bool, parts: int = 1) -> tuple[dict[str, Tensor], float, float]:
     """The model afterwards, the bytes of a step, and what the plan predicted."""
     import parallax
 
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    session = parallax.parallelize(model, optimizer, wire=wire, lookahead=lookahead, routes=ROUTES)
+    session = parallax.parallelize(
+        model, optimizer, wire=wire, lookahead=lookahead, routes=ROUTES, min_partitions=parts
+    )
     data: Any = pairs(STEPS, session.num_workers)
     for batch in session.shard(DataLoader(data, BATCH)):
         optimizer.zero_grad()
@@ -99,7 +101,7 @@ def test_workers_do_as_one_process_that_rounds(wire: Wire, num_workers: int) -> 
     for name, value in expected.items():
         assert ((found[name] - value).abs() > tolerance).double().mean() <= share, name
     assert moved == pytest.approx(predicted, rel=0.1)  # Of this worker; owners differ a little.
-    ahead = run_workers(train, num_workers, wire.value, True)[0]
+    ahead = run_workers(train, num_workers, wire.value, True, 3)[0]
     for name, value in found.items():
         assert torch.equal(ahead[0][name], value)
     assert ahead[1] == moved

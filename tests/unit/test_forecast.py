@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import paper
 from parallax.cost import Cluster, Link, Touched
-from parallax.forecast import Architecture, Table, Work, forecast, planned, work_of
+from parallax.forecast import Architecture, Table, Work, forecast, planned, scaling, work_of
 from parallax.ledger import Entry, Record
 from parallax.plan import ParameterPlan, Route
 
@@ -163,6 +163,21 @@ def test_work_is_what_was_seen() -> None:
     (table,) = found.tables
     assert (table.name, table.early_share) == ("table", 0.25)
     assert table.touched.by(4) == pytest.approx(40)  # each of four owners updated ten
+    assert found.backward_seconds is None
+    for clocked, taken in ((0.3, 0.3), (0.7, 0.4)):  # It may have waited in it.
+        mean.backward_seconds = clocked
+        found = work_of(lines, mean, num_workers=4, bucket_bytes=4e6)
+        assert found.backward_seconds == pytest.approx(taken)
+
+
+def test_a_ring_between_hosts_says_nothing_of_one_inside() -> None:
+    work = Work((), dense_bytes=9e6, compute_seconds=1.0, samples=1)
+    measured = Cluster(2, 4, Link(1e9, 1e-3), Link(1e9, 1e-5), ring_seconds=0.1)
+    columns = scaling(work, measured, [1, 2, 4])[Architecture.HYBRID]
+    bare = scaling(work, replace(measured, ring_seconds=None), [1, 2, 4])[Architecture.HYBRID]
+    longer = [step.seconds - other.seconds for step, other in zip(columns, bare, strict=True)]
+    assert longer[0] == 0
+    assert longer[1:] == pytest.approx([14 * (0.1 - 1e-3), 30 * (0.1 - 1e-3)])
 
 
 # The paper --------------------------------------------------------------------------------

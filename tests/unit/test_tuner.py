@@ -68,7 +68,7 @@ def test_the_curve_is_that_of_least_squares() -> None:
             assert off < sum((curve(*other)(n) - taken) ** 2 for n, taken in times.items())
 
 
-def test_where_there_is_no_such_curve_the_fastest_is_taken() -> None:
+def test_where_there_is_no_such_curve_trials_decide() -> None:
     assert fit({1: 5.0, 2: 6.0}) is None
     assert fit({1: 1.0, 2: 3.0, 4: 3.0}) is None  # It falls off on the wrong side.
     assert best({1: 1.0, 2: 3.0, 4: 3.0}, 1) == 1

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -116,8 +116,8 @@ class Bring:
     """Gradients on their way to where they are summed.
 
     [Note: parts] They go in several parts, so that one is summed while the next ones travel. A row
-    belongs to the part `place % number`, which its senders and its owner know alike and which
-    spreads the rows that are touched most.
+    belongs to the part `place % number` of its place in the bundle, which its senders and its owner
+    know alike and which spreads the rows that are touched most.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Bring:
         self.waited_seconds = 0.0
         self._num_tables = len(chosen)
         self._groups = families([push.parcels[i].values for i in chosen])
-        bundles = [Bundle.of(push, [chosen[i] for i in members]) for members in self._groups]
+        bundles = [_Bundle(push, [chosen[i] for i in members]) for members in self._groups]
         cut = [bundle.cut(num_partitions) for bundle in bundles]
         self._shipments = [_shipped(peers, parts) for parts in zip(*cut, strict=True)]
         self._sums = [
-            _Sum(whole, parts, peers.wire) for whole, parts in zip(bundles, cut, strict=True)
+            _Sum(bundle, parts, peers.wire) for bundle, parts in zip(bundles, cut, strict=True)
         ]
 
     def summed(self, scale: float, waiting: Callable[[], Waiting]) -> list[Parcel]:
@@ -150,66 +150,64 @@ class Bring:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class _Part:
+    """Of a bundle: what travels together."""
+
+    values: list[Tensor]
+    """Each by worker: one of all tables, or one of each table."""
+    sent: Tensor
+    """For each of them, and by worker: how many go there."""
+    received: Tensor
+    """… and how many come from there."""
+    coming: Tensor | None = None
+    """The places of what comes, by worker; None if it is the whole, and not worked out yet."""
+
+
+class _Bundle:
     """The gradients of tables alike as if they were one table's: its places are those of the first
     table, then those of the second one, and so on. See [Note: families] in shipment.py."""
 
-    parcels: list[Parcel]
-    offsets: list[int]
-    """By table: what is added to its places."""
-    values: Tensor
-    """As they go: by worker, and in each by table."""
-    sent: Tensor
-    """By worker."""
-    going: Tensor
-    """The values' places."""
-    received: Tensor
-    """By worker."""
-    coming: Tensor
-    """The places of what comes: by worker, and in each by table."""
+    def __init__(self, push: Push, members: list[int]) -> None:
+        self.parcels = [push.parcels[i] for i in members]
+        spans = (parcel.row_map.span for parcel in self.parcels)
+        self.offsets = [0, *itertools.accumulate(spans)][:-1]
+        """By table: what is added to its places."""
+        self._push, self._members = push, members
 
-    @staticmethod
-    def of(push: Push, members: list[int]) -> Bundle:
-        parcels = [push.parcels[i] for i in members]
-        offsets = [0, *itertools.accumulate(parcel.row_map.span for parcel in parcels)][:-1]
-        values = [p.values if p.packed is None else p.packed for p in parcels]
-        joined = values[0]
-        if len(members) > 1:
-            pieces = [
-                each.split_with_sizes(sizes)
-                for each, sizes in zip(values, push.sent[members].tolist(), strict=True)
-            ]
-            joined = torch.cat(list(itertools.chain.from_iterable(zip(*pieces, strict=True))))
-        return Bundle(
-            parcels,
-            offsets,
-            joined,
-            push.sent[members].sum(0),
-            _behind_each_other(push.going, push.sent, members, offsets),
-            push.received[members].sum(0),
-            _behind_each_other(push.coming, push.received, members, offsets),
-        )
-
-    def cut(self, number: int) -> list[Bundle]:
-        """As several, each with some of the rows. See [Note: parts]."""
-        if number == 1:
-            return [self]
-        sent, order = _by_part(self.going, self.sent, number)
-        received, order_here = _by_part(self.coming, self.received, number)
-        going = self.going[order].split_with_sizes(sent.sum(1).tolist())
-        values = self.values.index_select(0, order).split_with_sizes(sent.sum(1).tolist())
-        coming = self.coming[order_here].split_with_sizes(received.sum(1).tolist())
+    def cut(self, number: int) -> list[_Part]:
+        """Some of the rows each. See [Note: parts]."""
+        push, members = self._push, self._members
+        values = [p.values if p.packed is None else p.packed for p in self.parcels]
+        sent, received = push.sent[members], push.received[members]
+        if number == 1:  # What comes is looked at when this has been sent.
+            return [_Part(values, sent, received)]
+        going = _behind_each_other(push.going, push.sent, members, self.offsets)
+        coming = self.coming()
+        joined = _joined(values, sent)
+        sent, order = _by_part(going, sent.sum(0), number)
+        received, order_here = _by_part(coming, received.sum(0), number)
+        pieces = joined.index_select(0, order).split_with_sizes(sent.sum(1).tolist())
+        places = coming[order_here].split_with_sizes(received.sum(1).tolist())
         return [
-            replace(
-                self,
-                values=values[i],
-                sent=sent[i],
-                going=going[i],
-                received=received[i],
-                coming=coming[i],
-            )
+            _Part([pieces[i]], sent[i : i + 1], received[i : i + 1], places[i])
             for i in range(number)
         ]
+
+    def coming(self) -> Tensor:
+        """The places of what comes: by worker, and in each by table."""
+        push = self._push
+        return _behind_each_other(push.coming, push.received, self._members, self.offsets)
+
+
+def _joined(values: Sequence[Tensor], sizes: Tensor) -> Tensor:
+    """Values of each table by worker, of which there are `sizes[table][worker]`: as one tensor by
+    worker, and in each by table."""
+    if len(values) == 1:
+        return values[0]
+    pieces = [
+        each.split_with_sizes(size.tolist()) for each, size in zip(values, sizes, strict=True)
+    ]
+    return torch.cat(list(itertools.chain.from_iterable(zip(*pieces, strict=True))))
 
 
 def _behind_each_other(
@@ -219,13 +217,13 @@ def _behind_each_other(
     some tables, with what is added to them."""
     if len(sizes) == 1:
         return places
-    added = torch.full((len(sizes),), -1)
-    added[members] = torch.tensor(offsets)
+    added = sizes.new_full((len(sizes),), -1)
+    added[members] = sizes.new_tensor(offsets)
     shifts = torch.repeat_interleave(added.repeat(sizes.shape[1]), sizes.t().flatten())
-    shifts = shifts.to(places.device)
     if len(members) < len(sizes):
-        places, shifts = places[shifts >= 0], shifts[shifts >= 0]
-    return places + shifts
+        is_member = shifts >= 0
+        places, shifts = places[is_member.to(places.device)], shifts[is_member]
+    return places + shifts.to(places.device)
 
 
 def _by_part(places: Tensor, sizes: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -236,13 +234,16 @@ def _by_part(places: Tensor, sizes: Tensor, number: int) -> tuple[Tensor, Tensor
     return counts.cpu().reshape(number, len(sizes)), torch.argsort(parts, stable=True)
 
 
-def _shipped(peers: Peers, bundles: Sequence[Bundle]) -> Shipment:
+def _shipped(peers: Peers, parts: Sequence[_Part]) -> Shipment:
+    """One part of each bundle."""
+    tensors = [each for part in parts for each in part.values]
+    places = iter(range(len(tensors)))
     return Shipment(
         peers,
-        [bundle.values for bundle in bundles],
-        torch.stack([bundle.sent for bundle in bundles]),
-        torch.stack([bundle.received for bundle in bundles]),
-        groups=[[i] for i in range(len(bundles))],
+        tensors,
+        torch.cat([part.sent for part in parts]),
+        torch.cat([part.received for part in parts]),
+        groups=[list(itertools.islice(places, len(part.values))) for part in parts],
     )
 
 
@@ -253,38 +254,37 @@ class _Sum:
     depend on a number that a clock chose.
     """
 
-    def __init__(self, whole: Bundle, parts: Sequence[Bundle], wire: Wire) -> None:
+    def __init__(self, bundle: _Bundle, parts: Sequence[_Part], wire: Wire) -> None:
         """Work out which rows are the same, while they travel."""
-        self._whole, self._wire = whole, wire
-        self._merges = [Merge.of(part.coming) for part in parts]
+        self._parcels, self._offsets, self._wire = bundle.parcels, bundle.offsets, wire
+        self._like = bundle.parcels[0].values[:0]
+        coming = [bundle.coming() if part.coming is None else part.coming for part in parts]
+        self._merges = [Merge.of(places) for places in coming]
         self._slots = self._merges[0].slots
         if len(parts) > 1:
             self._slots, order = torch.sort(torch.cat([merge.slots for merge in self._merges]))
             places = torch.empty_like(order)
             places.scatter_(0, order, torch.arange(len(order), device=order.device))
-            sizes = [len(merge.slots) for merge in self._merges]
-            self._places = places.split_with_sizes(sizes)
-            like = whole.parcels[0].values
-            self._values = like.new_empty((len(order), *like.shape[1:]))
+            self._places = places.split_with_sizes([len(merge.slots) for merge in self._merges])
+            self._values = self._like.new_empty((len(order), *self._like.shape[1:]))
 
     def add(self, number: int, rows: Tensor, scale: float) -> None:
         """The rows of a part have come."""
-        like = self._whole.parcels[0].values
-        total = self._merges[number].summed(unpacked(rows, like, self._wire), scale)
+        total = self._merges[number].summed(unpacked(rows, self._like, self._wire), scale)
         if len(self._merges) == 1:
             self._values = total
         else:
             put_rows(self._values, self._places[number], total)
 
     def by_table(self) -> list[Parcel]:
-        offsets = torch.tensor(self._whole.offsets)
-        edges = torch.searchsorted(self._slots, offsets.to(self._slots.device))
-        sizes = torch.diff(edges.cpu(), append=torch.tensor([len(self._slots)]))
+        offsets = torch.tensor(self._offsets, device="cpu")
+        edges = torch.searchsorted(self._slots, offsets.to(self._slots.device)).cpu()
+        sizes = torch.diff(edges, append=edges.new_tensor([len(self._slots)]))
         slots = self._slots - spread(offsets, sizes, self._slots.device)
         return [
             Parcel(parcel.name, parcel.row_map, *each)
             for parcel, *each in zip(
-                self._whole.parcels,
+                self._parcels,
                 slots.split_with_sizes(sizes.tolist()),
                 self._values.split_with_sizes(sizes.tolist()),
                 strict=True,

@@ -111,7 +111,7 @@ def _ring_turn(peers: Peers, device: torch.device) -> float:
         start = time.perf_counter()
         with peers.waiting(_WHERE):
             peers.reduce(values)
-        found.append(_since(start, device))
+            found.append(_since(start, device))
     return _slowest(peers, median(found)) / (2 * (peers.num_workers - 1))
 
 
@@ -125,7 +125,7 @@ def _timed(peers: Peers, device: torch.device, size_bytes: int, others: Others) 
     start = time.perf_counter()
     with peers.waiting(_WHERE):
         peers.exchange(values, sent, received)
-    return _since(start, device)
+        return _since(start, device)
 
 
 def _since(start: float, device: torch.device) -> float:

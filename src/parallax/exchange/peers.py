@@ -266,7 +266,7 @@ class Peers:
         self.wait(dist.broadcast(values, owner, group=self._lanes[Lane.ROWS], async_op=True))
 
     def reduce(self, values: Tensor) -> None:
-        """Sum over all, in place, as dense gradients are; inside `waiting`."""
+        """Sum over all in place by a ring, as many dense gradients are; inside `waiting`."""
         self.wait(dist.all_reduce(values, group=self._lanes[Lane.ROWS], async_op=True))
 
     def spread_all(self, tensors: Sequence[Tensor], where: str) -> None:

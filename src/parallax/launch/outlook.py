@@ -138,8 +138,7 @@ def cluster_of(
     if local_rate is not None:
         within = replace(within, bytes_per_second=rate_of(local_rate))
     return replace(
-        known,
-        num_hosts=num_hosts or known.num_hosts,
+        known.with_hosts(num_hosts or known.num_hosts),
         workers_per_host=workers_per_host or known.workers_per_host,
         between=between,
         within=within,
