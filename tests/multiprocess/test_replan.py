@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,12 +67,11 @@ def optimizers_of(model: Net, script: Script) -> list[torch.optim.Optimizer]:
     return [kind(group, lr=0.1) for group in groups]
 
 
+@mock.patch.multiple("parallax.replan", _FIRST_STEPS=2, _MAX_STEPS=2)
 def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[str], str]:
     """Rank 0's state, the route of `words` after each step, and why it has the last one."""
     import parallax
-    from parallax import replan
 
-    replan._FIRST_STEPS, replan._MAX_STEPS = 2, 2
     torch.manual_seed(0)
     model = Net(script).double()
     optimizers = optimizers_of(model, script)
