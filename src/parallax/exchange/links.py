@@ -17,9 +17,9 @@ from parallax.hosts import Hosts
 
 _SECONDS = 0.15
 """A message that takes as long tells the rate; shorter ones are mostly latency."""
-_MAX_SECONDS = 0.8
-"""For the messages of a link altogether; with both kinds of links, and what passes at once, it is
-two."""
+_MAX_SECONDS, _SUMS_SECONDS = 0.7, 0.25
+"""For the messages of a link altogether, and for sums of all workers; with both kinds of links, and
+what passes at once, it is two."""
 _FIRST_BYTES, _MAX_BYTES = 64 << 10, 256 << 20
 _NUM_SMALL, _NUM_SUMS = 11, 5
 _MIN_MESSAGES, _MAX_MESSAGES = 5, 20
@@ -104,15 +104,25 @@ def _burst(peers: Peers, device: torch.device, others: Others, link: Link) -> fl
 
 
 def _ring_turn(peers: Peers, device: torch.device) -> float:
-    """Of a sum of few numbers, each of which goes once around to be summed and once to be told."""
-    found = []
-    for _ in range(_NUM_SUMS):
-        values = torch.zeros(64 * peers.num_workers, device=device)
-        start = time.perf_counter()
-        with peers.waiting(_WHERE):
-            peers.reduce(values)
-            found.append(_since(start, device))
+    """Of a sum of few numbers, each of which goes once around to be summed and once to be told.
+
+    The more workers, the longer a sum: of many there may be one only.
+    """
+    start, found = time.perf_counter(), [_sum_seconds(peers, device)]
+    while len(found) < _NUM_SUMS:
+        spent = _slowest(peers, time.perf_counter() - start)
+        if spent * (1 + 1 / len(found)) > _SUMS_SECONDS:
+            break
+        found.append(_sum_seconds(peers, device))
     return _slowest(peers, median(found)) / (2 * (peers.num_workers - 1))
+
+
+def _sum_seconds(peers: Peers, device: torch.device) -> float:
+    values = torch.zeros(64 * peers.num_workers, device=device)
+    start = time.perf_counter()
+    with peers.waiting(_WHERE):
+        peers.reduce(values)
+        return _since(start, device)
 
 
 def _timed(peers: Peers, device: torch.device, size_bytes: int, others: Others) -> float:
