@@ -54,7 +54,7 @@ class Engine:
 
 OURS = "parallax"
 ALONE = "alone"
-_OURS = Engine("Parallax", "parallax", replicates=False, settling_steps=110)
+_OURS = Engine("Parallax", "parallax", replicates=False, settling_steps=190)
 
 
 def ours(title: str = _OURS.title, rounds: bool = False, **config: object) -> Engine:

@@ -2,15 +2,16 @@
 
 With P parts a step takes t(P) = θ0 + θ1/P + θ2·P: owners sum one part while the next ones travel,
 which hides all but a P-th of the summing, and each part costs a message. Numbers are tried by
-doubling, and by halving if that was no gain; the curve through what they took tells the best. Of
-numbers that are as good but for the noise of steps the smallest is taken: parts cost processor time
-in any case.
+doubling, and by halving if that was no gain; then all of them again, because a machine's speed
+changes from one trial to the next by more than numbers differ. The curve through what they took
+tells the best. Of numbers that are as good but for the noise of steps the smallest is taken: parts
+cost processor time in any case.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from itertools import chain
 from statistics import median
 
 import torch
@@ -20,9 +21,11 @@ from parallax.exchange.peers import Peers
 _FIRST, _MAX = 2, 16
 _WARM_UP_STEPS = 30
 """Lookups are foreseen and tables have found their route."""
-_NUM_STEPS, _LEFT_OUT = 12, 2
+_NUM_STEPS, _LEFT_OUT = 10, 2
 """Of a trial; the first ones belong to the number before as well."""
-_GAIN = 0.97
+_NUM_TRIALS = 3
+"""Of each number."""
+_GAIN = 0.99
 """Of the time that another number takes: less is a gain."""
 
 
@@ -47,22 +50,23 @@ class Tuner:
         self._least = least
         self._kept = kept
         self._settled = settled
-        self._times: dict[int, float] = {}
+        self._trials: dict[int, list[list[float]]] = {}
+        """By number: what the steps of each trial took."""
         self._seconds: list[float] = []
 
     def start(self) -> None:
         """Look for the best number, from the next steps on; again if it was looked for before."""
         self.is_on = self._peers.num_workers > 1
-        self._times, self._seconds = {}, []
+        self._trials, self._seconds = {}, []
 
     def end_step(self, seconds: float) -> None:
         """A step took so long, here."""
         if not self.is_on:
             return
         self._seconds.append(seconds)
-        if not self._times and len(self._seconds) == _WARM_UP_STEPS:
+        if not self._trials and len(self._seconds) == _WARM_UP_STEPS:
             self._begin()
-        elif self._times and len(self._seconds) == _NUM_STEPS:
+        elif self._trials and len(self._seconds) == _NUM_STEPS:
             self._note()
 
     def _begin(self) -> None:
@@ -71,13 +75,13 @@ class Tuner:
             self._settle(max(kept, self._least))
             return
         self.number, self._seconds = max(self._least, _FIRST), []
-        self._times[self.number] = math.nan
+        self._trials[self.number] = []
 
     def _note(self) -> None:
-        self._times[self.number] = median(self._seconds[_LEFT_OUT:])
+        self._trials.setdefault(self.number, []).append(self._seconds[_LEFT_OUT:])
         self._seconds = []
-        following = next_trial(self._times, self._least)
-        number = best(self._times, self._least) if following is None else following
+        following = next_trial(self._times(), self._least) or self._again()
+        number = best(self._times(), self._least) if following is None else following
         # Each has another clock, and a fit may round otherwise on another processor.
         told = torch.tensor([number, following is None], dtype=torch.int64)
         where = f"finding the number of parts in step {self._peers.step}"
@@ -87,9 +91,18 @@ class Tuner:
         else:
             self.number = number
 
+    def _again(self) -> int | None:
+        """The number to try once more, if any: each in turn."""
+        number = min(self._trials, key=lambda each: len(self._trials[each]))
+        return number if len(self._trials[number]) < _NUM_TRIALS else None
+
+    def _times(self) -> dict[int, float]:
+        """By number: what a step took, of those of all its trials."""
+        return {number: median(chain(*trials)) for number, trials in self._trials.items()}
+
     def _settle(self, number: int) -> None:
         self.number, self.is_on = number, False
-        self._settled(self._times)
+        self._settled(self._times())
 
 
 def next_trial(times: Mapping[int, float], least: int) -> int | None:

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from parallax.journal import read
 from tests.support.workers import run_on_hosts
 
-ROWS, BATCH, STEPS = 60, 12, 110
-"""Steps: for what comes before the trials, and three or four of them."""
+ROWS, BATCH, STEPS = 60, 12, 190
+"""Steps: for what comes before the trials, and those of five numbers."""
 
 
 class Net(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
@@ -33,7 +32,7 @@ def tried(took: Callable[[int], float], least: int = 1) -> dict[int, float]:
         (4.0, 1.0, 1, [2, 4, 1]),
         (36.0, 1.0, 1, [2, 4, 8]),
         (400.0, 1.0, 1, [2, 4, 8, 16]),
-        (100.0, 1.0, 3, [3, 6, 12]),
+        (100.0, 1.0, 3, [3, 6, 12, 16]),
         (1.0, 0.0, 1, [2, 4, 1]),  # Hardly a gain.
         (0.0, 1.0, 5, [5, 10, 16]),  # Not below what the user wants.
         (0.0, 1.0, 20, [20]),
@@ -53,8 +52,8 @@ def test_what_is_taken_is_the_smallest_of_the_best(hidden: float, least: int) ->
     found = best(tried(took, least), least)
     fastest = min(took(number) for number in range(least, 17))
     assert found >= least
-    assert took(found) <= fastest / 0.97
-    assert found == least or took(found - 1) > fastest / 0.97
+    assert took(found) <= fastest / 0.99
+    assert found == least or took(found - 1) > fastest / 0.99
 
 
 def test_the_curve_is_that_of_least_squares() -> None:
@@ -76,6 +75,19 @@ def test_where_there_is_no_such_curve_trials_decide() -> None:
     assert best({2: 3.01, 4: 3.0, 8: 2.99, 16: 2.98}, 1) == 2
 
 
+def test_a_slow_trial_decides_nothing() -> None:
+    peers = Peers(0, 2, ledger=Ledger(), timeout_seconds=1)
+    peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
+    tuner = Tuner(peers, 1, lambda: None, lambda times: None)
+    tuner.start()
+    took = curve(1.0, 0.9, 0.1)
+    for step in range(1000):
+        # Others have the machine: when the best number is tried first, and at times later.
+        tuner.end_step(took(tuner.number) * (3 if 30 <= step < 45 or step % 10 < 3 else 1))
+    assert not tuner.is_on
+    assert tuner.number == 3
+
+
 def test_a_tuner_settles_after_its_trials() -> None:
     settled: list[dict[int, float]] = []
     peers = Peers(0, 1, ledger=Ledger(), timeout_seconds=1)
@@ -87,12 +99,13 @@ def test_a_tuner_settles_after_its_trials() -> None:
     peers.num_workers = 2
     peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
     tuner.start()
-    took = curve(1.0, 0.9, 0.1)
-    for _ in range(200):
+    took, numbers = curve(1.0, 0.9, 0.1), []
+    while tuner.is_on:
+        numbers.append(tuner.number)
         tuner.end_step(took(tuner.number))
+    assert numbers[30::10] == [2, 4, 8] * 3  # A slow time of the machine is not one number's.
     assert tuner.number == 3
-    assert [list(times) for times in settled] == [[2, 4, 1]]
-    assert not any(math.isnan(taken) for taken in settled[0].values())
+    assert settled == [{number: pytest.approx(took(number)) for number in (2, 4, 8)}]
     assert not tuner.is_on
     found.append(7)
     tuner.start()
