@@ -59,8 +59,7 @@ class Journal:
         """Add a line; what JSON cannot hold (NaN, infinities) becomes null."""
         if self._file is None:
             return
-        line = {"kind": kind, "time": round(time.time(), 3), **_finite(fields)}
-        text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        text = _line({"kind": kind, "time": round(time.time(), 3), **fields})
         try:
             if os.write(self._file, text) == len(text):
                 return
@@ -109,6 +108,14 @@ def _events(text: str) -> Iterator[dict[str, Any]]:
 def _is_torn(file: int) -> bool:
     size = os.fstat(file).st_size
     return size > 0 and os.pread(file, 1, size - 1) != b"\n"
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps(event, allow_nan=False)
+    except ValueError:  # To look for it first would take as long as writing.
+        text = json.dumps(_finite(event), allow_nan=False)
+    return text.encode() + b"\n"
 
 
 def _finite(value: Any) -> Any:

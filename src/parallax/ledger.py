@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 
-@dataclass
+@dataclass(slots=True)
 class Entry:
     """What one parameter cost this worker."""
 
@@ -43,7 +44,14 @@ class Entry:
         self.nonfinite_rows += other.nonfinite_rows
 
     def divided(self, number: int) -> Entry:
-        return Entry(**{name: value / number for name, value in asdict(self).items()})
+        return Entry(*(getattr(self, name) / number for name in _ENTRIES))
+
+    def as_dict(self) -> dict[str, float]:
+        """As `asdict` has it, which takes ten times as long."""
+        return {name: getattr(self, name) for name in _ENTRIES}
+
+
+_ENTRIES = tuple(each.name for each in fields(Entry))
 
 
 COUNTERS = ("header_seconds", "header_bytes", "local_seconds", "local_bytes")
@@ -86,6 +94,11 @@ class Record:
     @property
     def sent_bytes(self) -> float:
         return sum(entry.sent_bytes for entry in self.parameters.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `asdict` has it."""
+        parameters = {name: entry.as_dict() for name, entry in self.parameters.items()}
+        return {**vars(self), "parameters": parameters}
 
 
 class Ledger:

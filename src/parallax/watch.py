@@ -125,7 +125,7 @@ class Watch:
             return
         mean = self._ledger.mean(self._num_steps) if self._num_steps else None
         if mean is not None:
-            self._journal.write("steps", number=self._num_steps, mean=asdict(mean))
+            self._journal.write("steps", number=self._num_steps, mean=mean.as_dict())
         self._num_steps, self._written = 0, time.monotonic()
 
     def close(self) -> None:
