@@ -17,9 +17,10 @@ from parallax.hosts import Hosts
 
 _SECONDS = 0.15
 """A message that takes as long tells the rate; shorter ones are mostly latency."""
-_MAX_SECONDS, _SUMS_SECONDS = 0.7, 0.25
-"""For the messages of a link altogether, and for sums of all workers; with both kinds of links, and
-what passes at once, it is two."""
+_MAX_SECONDS = 0.7
+"""For the messages of a link altogether."""
+_SUMS_SECONDS = 0.25
+"""For sums of all workers. With both kinds of links, and what passes at once (0.3), all is two."""
 _FIRST_BYTES, _MAX_BYTES = 64 << 10, 256 << 20
 _NUM_SMALL, _NUM_SUMS = 11, 5
 _MIN_MESSAGES, _MAX_MESSAGES = 5, 20
@@ -106,15 +107,16 @@ def _burst(peers: Peers, device: torch.device, others: Others, link: Link) -> fl
 def _ring_turn(peers: Peers, device: torch.device) -> float:
     """Of a sum of few numbers, each of which goes once around to be summed and once to be told.
 
-    The more workers, the longer a sum: of many there may be one only.
+    The first one tells how many there is time for. It stands for all if there is none, though it
+    may be longer, because a connection begins slowly.
     """
-    start, found = time.perf_counter(), [_sum_seconds(peers, device)]
-    while len(found) < _NUM_SUMS:
-        spent = _slowest(peers, time.perf_counter() - start)
-        if spent * (1 + 1 / len(found)) > _SUMS_SECONDS:
-            break
-        found.append(_sum_seconds(peers, device))
-    return _slowest(peers, median(found)) / (2 * (peers.num_workers - 1))
+    seconds = _slowest(peers, _sum_seconds(peers, device))
+    # To tell each other takes as long as a sum: once it has been done, once is to come.
+    number = min(int(_SUMS_SECONDS / max(seconds, 1e-9)) - 3, _NUM_SUMS)
+    if number > 0:
+        found = [_sum_seconds(peers, device) for _ in range(number)]
+        seconds = _slowest(peers, median(found))
+    return seconds / (2 * (peers.num_workers - 1))
 
 
 def _sum_seconds(peers: Peers, device: torch.device) -> float:
