@@ -30,7 +30,7 @@ from parallax.sparse import TableRows
 
 _FIRST_STEPS, _MAX_STEPS = 5, 100
 """Looked at after the first few steps, then after four times as many, at last every hundred."""
-_MEASURE_SECONDS, _PACED_STEPS = 200.0, 1000
+_MEASURE_SECONDS, _PACED_STEPS = 200.0, 2000
 """At least, from one measurement of links to the next, which may take 2 s each; and both, from one
 search for the number of parts to the next: steps of a busy machine are never alike for long."""
 _COPIES = 5

@@ -3,7 +3,7 @@
 With P parts a step takes t(P) = θ0 + θ1/P + θ2·P: owners sum one part while the next ones travel,
 which hides all but a P-th of the summing, and each part costs a message. Numbers are tried by
 doubling, and by halving if that was no gain; then all of them again, because a machine's speed
-changes from one trial to the next by more than numbers differ. The curve through what they took
+changes from one trial to the next by more than numbers differ. The curve through their medians
 tells the best. Of numbers that are as good but for the noise of steps the smallest is taken: parts
 cost processor time in any case.
 """
@@ -11,7 +11,6 @@ cost processor time in any case.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
 from statistics import median
 
 import torch
@@ -42,21 +41,22 @@ class Tuner:
         """`kept` says what was found before, on all workers alike; it is asked when steps have
         become alike. `settled` is called with what steps took, by number; empty if it was kept.
         """
-        self.number = least
-        """In force now."""
+        self.number = self._in_force = least
+        """Now, be it for a trial."""
         self.is_on = False
         """Whether it is looking for a number."""
         self._peers = peers
         self._least = least
         self._kept = kept
         self._settled = settled
-        self._trials: dict[int, list[list[float]]] = {}
-        """By number: what the steps of each trial took."""
+        self._trials: dict[int, list[float]] = {}
+        """By number: what the steps of its trials took."""
         self._seconds: list[float] = []
 
     def start(self) -> None:
         """Look for the best number, from the next steps on; again if it was looked for before."""
         self.is_on = self._peers.num_workers > 1
+        self.number = self._in_force  # Not what was on trial when this began anew.
         self._trials, self._seconds = {}, []
 
     def end_step(self, seconds: float) -> None:
@@ -70,7 +70,7 @@ class Tuner:
             self._note()
 
     def _begin(self) -> None:
-        kept = self._kept()
+        kept = self._least if self._least >= _MAX else self._kept()
         if kept is not None:
             self._settle(max(kept, self._least))
             return
@@ -78,7 +78,7 @@ class Tuner:
         self._trials[self.number] = []
 
     def _note(self) -> None:
-        self._trials.setdefault(self.number, []).append(self._seconds[_LEFT_OUT:])
+        self._trials.setdefault(self.number, []).extend(self._seconds[_LEFT_OUT:])
         self._seconds = []
         following = next_trial(self._times(), self._least) or self._again()
         number = best(self._times(), self._least) if following is None else following
@@ -94,14 +94,15 @@ class Tuner:
     def _again(self) -> int | None:
         """The number to try once more, if any: each in turn."""
         number = min(self._trials, key=lambda each: len(self._trials[each]))
-        return number if len(self._trials[number]) < _NUM_TRIALS else None
+        most = _NUM_TRIALS * (_NUM_STEPS - _LEFT_OUT)
+        return number if len(self._trials[number]) < most else None
 
     def _times(self) -> dict[int, float]:
-        """By number: what a step took, of those of all its trials."""
-        return {number: median(chain(*trials)) for number, trials in self._trials.items()}
+        return {number: median(seconds) for number, seconds in self._trials.items()}
 
     def _settle(self, number: int) -> None:
-        self.number, self.is_on = number, False
+        self.number = self._in_force = number
+        self.is_on = False
         self._settled(self._times())
 
 

@@ -77,7 +77,7 @@ def train_with_a_slower_worker(folder: str, batch_size: int) -> tuple[Any, list[
     options = {"run_dir": folder, "routes": {"*": "sharded"}}
     session = parallax.parallelize(model, optimizer, **options)
     generator = torch.Generator().manual_seed(1)
-    data: Any = torch.randint(ROWS, (300 * BATCH,), generator=generator)
+    data: Any = torch.randint(ROWS, (390 * BATCH,), generator=generator)
     numbers = []
     for step, batch in enumerate(session.shard(DataLoader(data, batch_size))):
         numbers.append(session._course.num_partitions)

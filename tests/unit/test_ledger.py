@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
 import parallax
-from parallax.ledger import Ledger
+from parallax.ledger import Entry, Ledger, Record
+
+
+def test_a_record_is_told_whole() -> None:
+    record = Record(3, 0.5, samples=7.0, parameters={"a": Entry(1, 2, rows=4), "b": Entry()})
+    assert record.as_dict() == asdict(record)
 
 
 def test_a_step_begins_where_the_one_before_ended() -> None:

@@ -75,14 +75,38 @@ def test_where_there_is_no_such_curve_trials_decide() -> None:
     assert best({2: 3.01, 4: 3.0, 8: 2.99, 16: 2.98}, 1) == 2
 
 
-def test_a_slow_trial_decides_nothing() -> None:
+def of_two(least: int = 1) -> Tuner:
+    """That of the first of two workers."""
     peers = Peers(0, 2, ledger=Ledger(), timeout_seconds=1)
     peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
-    tuner = Tuner(peers, 1, lambda: None, lambda times: None)
+    tuner = Tuner(peers, least, lambda: None, lambda times: None)
     tuner.start()
+    return tuner
+
+
+def test_beginning_anew_takes_back_what_is_on_trial() -> None:
+    tuner = of_two()
+    for _ in range(45):
+        tuner.end_step(1.0)
+    assert tuner.number == 4
+    tuner.start()
+    assert tuner.number == 1
+
+
+def test_where_one_number_is_left_none_is_tried() -> None:
+    tuner = of_two(least=16)
+    for _ in range(30):
+        assert tuner.is_on
+        tuner.end_step(1.0)
+    assert not tuner.is_on
+    assert tuner.number == 16
+
+
+def test_a_slow_trial_decides_nothing() -> None:
+    tuner = of_two()
     took = curve(1.0, 0.9, 0.1)
     for step in range(1000):
-        # Others have the machine: when the best number is tried first, and at times later.
+        # Others have the machine: while the first number is tried, and for parts of other trials.
         tuner.end_step(took(tuner.number) * (3 if 30 <= step < 45 or step % 10 < 3 else 1))
     assert not tuner.is_on
     assert tuner.number == 3
@@ -100,9 +124,11 @@ def test_a_tuner_settles_after_its_trials() -> None:
     peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
     tuner.start()
     took, numbers = curve(1.0, 0.9, 0.1), []
-    while tuner.is_on:
+    for _ in range(30 + 9 * 10):
+        assert tuner.is_on
         numbers.append(tuner.number)
         tuner.end_step(took(tuner.number))
+    assert not tuner.is_on
     assert numbers[30::10] == [2, 4, 8] * 3  # A slow time of the machine is not one number's.
     assert tuner.number == 3
     assert settled == [{number: pytest.approx(took(number)) for number in (2, 4, 8)}]
