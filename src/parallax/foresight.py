@@ -61,11 +61,14 @@ class Foresight:
         tables: Mapping[str, TableRows],
         *,
         is_on: bool,
+        is_early: bool,
     ) -> None:
+        """`is_early`: rows that the running step leaves alone come during it, by a thread."""
         self._peers = peers
         self._neighbours = neighbours
         self._tables = tables
         self._is_on = is_on and peers.num_workers > 1
+        self._is_early = is_early
         self._home = threading.get_ident()
         self._agreed: dict[int, Recipes] = {}
         """By loader: the tables that are foreseen; the same tables on all workers."""
@@ -116,7 +119,7 @@ class Foresight:
             self._coming, self._coming_of = self._asked(agreed, following[0]), of
         if coming is not None:
             self._take(coming)
-        if self._coming is not None:
+        if self._coming is not None and self._is_early:
             self._coming.ahead.send_early(self._courier)
 
     def end(self, loader: int) -> None:

@@ -386,9 +386,13 @@ class Session:
             self._handles.append(each.register_load_state_dict_pre_hook(swap_back))
 
     def _place_parameters(self, dense: DenseRoute) -> None:
-        is_on = self.config.lookahead and self._device().type == "cpu"
         foresight = self._foresight = Foresight(
-            self._peers, self._neighbours, self._tables, is_on=is_on
+            self._peers,
+            self._neighbours,
+            self._tables,
+            is_on=self.config.lookahead,
+            # NCCL's groups must be used in one order, which two threads do not have.
+            is_early=self._device().type == "cpu",
         )
         hooks = Hooks(self._backward.begin, self._left, self._neighbours, foresight.looked_up)
         self._backward.blind, self._backward.settle = foresight.blind, foresight.settle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class Script:
     """All rows of a table get a gradient, past its lookups."""
     optimizer: str = "Adagrad"
     lookahead: bool = True
+    is_early: bool = True
+    """Whether rows come during the step before, as they do not on GPUs."""
     drop_last: bool = False
     reads_elsewhere: bool = False
     batch_size: int = BATCH
@@ -162,6 +164,7 @@ def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[int
     optimizer = getattr(torch.optim, script.optimizer)(model.parameters(), lr=0.1)
     routes = {"words.*": "sharded", "tags.*": "sharded", "marks.*": "sharded"}
     session = parallax.parallelize(model, optimizer, routes=routes, lookahead=script.lookahead)
+    session._foresight._is_early &= script.is_early
     headers = count_headers(session)
     data = Samples(script)
     loader, others = (
@@ -269,6 +272,24 @@ def test_the_result_is_that_of_one_process(
 
 
 @pytest.mark.parametrize(
+    "name",
+    [
+        "random rows",
+        "the same rows in every step",
+        "accumulation",
+        "ids made in forward",
+        "another epoch begins early",
+        "gradients that stay",
+        "evaluation in between",
+        "a checkpoint loaded",
+        "two loaders at once",
+    ],
+)
+def test_it_is_also_if_all_rows_come_late(name: str, tmp_path: Path) -> None:
+    assert_same(replace(SCRIPTS[name], is_early=False), 2, 1, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
     "script",
     [
         Script(marked=(30,)),
@@ -279,15 +300,17 @@ def test_the_result_is_that_of_one_process(
         Script(marked=(30,), weighs_late=True),
         Script(marked=(30,), leave_after=3, accumulate=3),
         Script(marked=(30, 31, 32, 33, 34, 35), zips=True),
+        Script(marked=(0, 13, 26, 39), is_early=False),
     ],
 )
 def test_a_wrong_guess_on_one_worker_is_served(script: Script) -> None:
     assert_same(script, 3)
 
 
-def test_foreseen_lookups_need_no_headers() -> None:
+@pytest.mark.parametrize("is_early", [True, False])
+def test_foreseen_lookups_need_no_headers(is_early: bool) -> None:
     """Four lookups and a reduction: once the tables are foreseen only the reduction has one."""
-    for counts in assert_same(Script(drop_last=True), 2):
+    for counts in assert_same(Script(drop_last=True, is_early=is_early), 2):
         assert counts[0] == 5
         assert counts[2:] == [1] * len(counts[2:])
     for counts in assert_same(Script(drop_last=True, lookahead=False), 2):
