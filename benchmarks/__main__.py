@@ -242,7 +242,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parts.add_argument("--workload", type=_workload, default="lm")
     parts.add_argument("--hosts", type=_hosts, default=4)
     parts.add_argument("--rate", type=_rate, default="200mbit")
-    parts.add_argument("--repetitions", type=_count, default=7, help="turns of each number")
+    parts.add_argument("--repetitions", type=_count, default=11, help="turns of each number")
     parts.add_argument("--out", type=Path, default=RUNS, help="folder for results")
     parts.set_defaults(act=sweep)
     code = commands.add_parser("profile", help="in which code engines spend processors' time")
