@@ -148,9 +148,9 @@ def test_a_worker_s_new_speed_is_told_always_and_followed_now_and_then() -> None
     assert (len(told), followed) == (2, [2.0])  # Both workers are as fast as each other.
     train(100, 1.0)
     assert (len(told), followed) == (4, [2.0])  # Too soon, and not forgotten.
-    train(800, 1.0)
+    train(1800, 1.0)
     assert (len(told), followed) == (4, [2.0])
     train(100, 1.0)
     assert (len(told), followed) == (4, [2.0, 1.0])
-    train(2000, 1.0)
+    train(3000, 1.0)
     assert (len(told), followed) == (4, [2.0, 1.0])
