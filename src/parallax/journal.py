@@ -113,7 +113,7 @@ def _is_torn(file: int) -> bool:
 def _line(event: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(event, allow_nan=False)
-    except ValueError:  # To look for it first would take as long as writing.
+    except ValueError:  # A NaN: to look for one first would take as long as writing.
         text = json.dumps(_finite(event), allow_nan=False)
     return text.encode() + b"\n"
 

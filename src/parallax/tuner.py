@@ -41,8 +41,10 @@ class Tuner:
         """`kept` says what was found before, on all workers alike; it is asked when steps have
         become alike. `settled` is called with what steps took, by number; empty if it was kept.
         """
-        self.number = self._in_force = least
-        """Now, be it for a trial."""
+        self.number = least
+        """In this step, be it for a trial."""
+        self._in_force = least
+        """What was settled on last."""
         self.is_on = False
         """Whether it is looking for a number."""
         self._peers = peers

@@ -9,7 +9,7 @@ every row travels once, and has the value that a lookup would have found.
 A thread answers the others while the script computes; it has groups that nothing else uses, so all
 workers send the same messages on them in the same order. It needs no lock: the rows that it sends
 are those which the running step leaves alone, and a row stops being one of the others' only when
-its update is written.
+its update is written. On GPUs there is no such thread, and all rows come late.
 """
 
 from __future__ import annotations
