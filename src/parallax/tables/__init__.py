@@ -1,0 +1,1 @@
+"""Embedding tables: where their rows are."""
