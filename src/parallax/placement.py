@@ -108,13 +108,11 @@ def place_table(
     table: TableRows, fact: Facts, config: Config, device: torch.device, peers: Peers
 ) -> None:
     """Keep only this owner's rows: rank 0's values, or start values if there are none."""
-    if table.row_map.span >= 2**31:
-        raise ConfigError(f"table {table.name!r} has more than 2³¹ rows a worker: use more workers")
     values = table.values("placement")
     if values.is_meta:
         table.place(_started(table, fact, config, device, peers.rank))
     elif peers.num_workers == 1:
-        table.place(values.clone(memory_format=torch.contiguous_format))
+        table.place(table.own_part(values))
     else:
         table.place(_handed_out(table, values, peers))
 
@@ -126,7 +124,8 @@ def _handed_out(table: TableRows, values: Tensor, peers: Peers) -> Tensor:
     rows = values[:0]
     if peers.rank == 0:
         sent = [table.row_map.size_of(owner) for owner in range(peers.num_workers)]
-        rows = torch.cat([values[owner :: peers.num_workers] for owner in range(peers.num_workers)])
+        slots = torch.arange(len(values), device=values.device)
+        rows = values.index_select(0, table.row_map.ids(slots))
     with peers.waiting(f"giving out the rows of {table.name!r}"):
         return peers.exchange(rows.contiguous(), sent, received)
 

@@ -31,7 +31,7 @@ from parallax.exchange.board import Board
 from parallax.exchange.detour import Detours
 from parallax.exchange.groups import Groups
 from parallax.exchange.header import Layout
-from parallax.exchange.neighbours import MAX_SLOTS, Neighbours
+from parallax.exchange.neighbours import Neighbours
 from parallax.exchange.peers import Peers
 from parallax.foresight import AHEAD, Foresight
 from parallax.guard import guard_copies
@@ -343,11 +343,8 @@ class Session:
         inside = self._peers.inside(ranks, *self._groups.host)
         is_on = self.config.merge_hosts and self.hosts.are_shared
         tables = [p for p in plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
-        largest = max((p.shape[0] for p in tables), default=0)
-        if is_on and largest + self.num_workers >= MAX_SLOTS:
-            _log.warning("tables of %d rows are too large for hosts to merge rows", largest)
-            is_on = False
-        return Neighbours(self._peers, inside, self.hosts, is_on=is_on and largest > 0)
+        is_on = is_on and any(p.shape[0] for p in tables)
+        return Neighbours(self._peers, inside, self.hosts, is_on=is_on)
 
     def _join(self) -> None:
         """Put every parameter on its route."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallax.errors import ParallaxError
+from parallax.errors import ConfigError, ParallaxError
 from parallax.exchange.cache import Cache
 from parallax.exchange.collective import Parcel, pull
 from parallax.exchange.header import Fault, Operation, Verb
@@ -22,8 +22,9 @@ from parallax.exchange.peers import Peers
 from parallax.exchange.request import Guess, LastRequest, Request
 from parallax.gradient import RowGradient
 from parallax.residue import Residue
-from parallax.shard import RowMap, merged, put_rows
+from parallax.shard import merged, put_rows
 from parallax.table import empty_out, make_plain, make_table, set_data
+from parallax.tables.rowmap import MAX_ROWS, RowMap
 from parallax.wire import is_packed, packed, unpacked
 
 
@@ -49,7 +50,7 @@ class TableRows:
     def __init__(self, name: str, parameter: nn.Parameter, peers: Peers, hooks: Hooks) -> None:
         self.name = name
         self.parameter = parameter
-        self.row_map = RowMap(parameter.shape[0], peers.num_workers)
+        self.row_map = _row_map(name, parameter.shape[0], peers.num_workers)
         self.shard: Tensor | None = None
         """This owner's rows; None while the parameter still has them all."""
         self.received: Parcel | None = None
@@ -198,7 +199,7 @@ class TableRows:
                 size = self.row_map.size_of(owner)
                 rows = part if owner == peers.rank else part.new_empty((size, *part.shape[1:]))
                 peers.spread(rows, owner)
-                whole[owner :: peers.num_workers] = rows
+                put_rows(whole, self.row_map.ids_of(owner, whole.device), rows)
         return whole
 
     def collected(self, part: Tensor) -> Tensor | None:
@@ -215,10 +216,7 @@ class TableRows:
             rows = peers.exchange(part, [len(part), *nothing], received)
         if peers.rank != 0:
             return None
-        whole = part.new_empty((self.row_map.num_rows, *part.shape[1:]))
-        for owner, piece in enumerate(rows.split(sizes)):
-            whole[owner :: peers.num_workers] = piece
-        return whole
+        return self.row_map.whole(rows)
 
     # Gradients ----------------------------------------------------------------------------
 
@@ -330,7 +328,7 @@ class TableRows:
         return self._peers.num_workers > 1 and is_packed(self.parameter, self._peers.wire)
 
     def new_residue(self) -> Residue:
-        return Residue(self.parameter, self.row_map.span)
+        return Residue(self.parameter, self.row_map.largest)
 
     def receive(self, parcel: Parcel) -> None:
         """Add what the push brought to what this owner has."""
@@ -484,7 +482,7 @@ class TableRows:
             return self._foreseen_rows(request, missing)
         self.surprise()
         rows = self._pulled(operation, request, missing)
-        return self._cache.completed(request.slots, missing, rows, limit=self.row_map.span)
+        return self._cache.completed(request.slots, missing, rows, limit=self.row_map.largest)
 
     def _fetched_without_gradient(self, request: Request) -> Tensor:
         """Of an evaluation, which says nothing of what steps touch, or of a frozen table."""
@@ -566,6 +564,18 @@ class TableRows:
             return None
         found = (slots == self.row_map.slot(row)).nonzero()
         return int(found) if len(found) else None
+
+
+def _row_map(name: str, num_rows: int, num_workers: int) -> RowMap:
+    if num_rows > MAX_ROWS:
+        raise ConfigError(
+            f"table {name!r} has {num_rows} rows, but a sharded table can have up to {MAX_ROWS} "
+            f"(2³¹ - 1). Split it, or keep it whole with Config(routes={{{name!r}: 'all-reduce'}})"
+        )
+    if num_workers == 1:
+        # In the order of ids: the shard stands for the parameter's own memory. See `values`.
+        return RowMap(num_rows, (0, num_rows), multiplier=1)
+    return RowMap.even(num_rows, num_workers)
 
 
 def norm_of_power(power: Tensor, order: float) -> Tensor:

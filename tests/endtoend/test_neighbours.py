@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
+from parallax.tables.rowmap import RowMap
 from tests.support.beds import run_on_bed
 
 pytestmark = [
@@ -18,7 +19,7 @@ pytestmark = [
     ),
 ]
 
-WIDTH, STEPS, FIRST = 128, 8, 2
+ROWS, WIDTH, STEPS, FIRST = 6_000, 128, 8, 2
 
 TRAIN = f"""
 import json, sys
@@ -40,7 +41,7 @@ def sent():
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.tags = nn.Embedding(6_000, {WIDTH}), nn.Embedding(6_000, {WIDTH})
+        self.words, self.tags = nn.Embedding({ROWS}, {WIDTH}), nn.Embedding({ROWS}, {WIDTH})
 
     def forward(self, ids):
         return (self.words(ids[:, 0]) * self.tags(ids[:, 1])).square().mean()
@@ -51,7 +52,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 session = parallax.parallelize(model, optimizer, lookahead=False)
 generator = torch.Generator().manual_seed(0)
 # As words of a text have them: the number k in proportion to 1/k.
-ids = (6_000 ** torch.rand({STEPS} * 4 * 1500, 2, generator=generator)).long() - 1
+ids = ({ROWS} ** torch.rand({STEPS} * 4 * 1500, 2, generator=generator)).long() - 1
 mine, marks = [], []
 for step, batch in enumerate(session.shard(DataLoader(ids, 1500))):
     if step == {FIRST}:
@@ -96,4 +97,7 @@ def test_a_link_carries_each_row_of_a_host_once(tmp_path: Path) -> None:
 
 def away_from(ranks: tuple[int, ...]):
     """How many rows of some have owners on another host."""
-    return lambda rows: int((~torch.isin(rows % 4, torch.tensor(ranks))).sum())
+    row_map = RowMap.even(ROWS, 4)
+    return lambda rows: int(
+        (~torch.isin(row_map.owners(row_map.slots(rows)), torch.tensor(ranks))).sum()
+    )

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallax import cost
+from parallax.tables.rowmap import RowMap
 from tests.support.workers import run_workers
 
 ROWS, WIDTH, TOUCHED, STEPS = 40_000, 128, 3_000, 4
@@ -51,8 +52,9 @@ def train() -> dict[str, float]:
             start = interface_bytes()
         # As many rows of each owner, so that exactly (N-1)/N of them are remote.
         places = torch.randperm(ROWS // session.num_workers, generator=generator)
-        chosen = places[: TOUCHED // session.num_workers, None] * session.num_workers
-        ids = (chosen + torch.arange(session.num_workers)).flatten()
+        chosen = places[: TOUCHED // session.num_workers]
+        row_map = RowMap.even(ROWS, session.num_workers)
+        ids = torch.cat([row_map.ids_of(owner)[chosen] for owner in range(session.num_workers)])
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import parallax
+from parallax.checkpoint import export
+from parallax.checkpoint.manifest import FileRecord, Manifest, part_name
 from parallax.errors import CheckpointError, OutOfStepError, PeerError
+from parallax.tables.rowmap import RowMap
 from tests.support.parity import share
 from tests.support.workers import outcomes_of, run_workers
 
@@ -217,6 +222,82 @@ def test_a_run_goes_on_at_another_number_of_workers(
     run: Run, runs: dict[Run, tuple[dict[str, Tensor], dict[str, Tensor]]]
 ) -> None:
     assert_same(*runs[run])
+
+
+# Where the rows are -----------------------------------------------------------------------
+
+
+def save_untrained(path: Path) -> None:
+    with session_of("lazy-adam") as (session, _, _):
+        session.save(path)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_the_manifest_says_where_the_rows_are_and_an_export_has_them_by_id(
+    num_workers: int, tmp_path: Path
+) -> None:
+    run_workers(save_untrained, num_workers, tmp_path / "saved")
+    manifest = json.loads((tmp_path / "saved" / "manifest.json").read_text())
+    assert manifest["tables"].keys() == {"table.weight", "few.weight"}
+    for name, num_rows in (("table.weight", NUM_ROWS), ("few.weight", 3)):
+        row_map = RowMap.even(num_rows, num_workers)
+        assert manifest["tables"][name] == {
+            "num_rows": num_rows,
+            "boundaries": list(row_map.boundaries),
+            # One worker's shard stands for the parameter's memory.
+            "multiplier": row_map.multiplier if num_workers > 1 else 1,
+        }
+    export(tmp_path / "saved", tmp_path / "model.pt")
+    torch.manual_seed(7)
+    expected = Model().double().state_dict()
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+OTHER_MAPS = {
+    "table.weight": RowMap(NUM_ROWS, (0, 20, NUM_ROWS), multiplier=5),
+    "few.weight": RowMap(3, (0, 0, 3), multiplier=2),
+}
+
+
+def _move_rows(path: Path, maps: dict[str, RowMap]) -> None:
+    """Place the rows of a checkpoint, and the optimizer's state of them, by other maps."""
+    manifest = Manifest.read(path)
+    names = [part_name(rank, manifest.num_workers) for rank in range(manifest.num_workers)]
+    parts = [torch.load(_folder(path) / name, weights_only=True) for name in names]
+    for table, then in manifest.tables.items():
+        for lines in [[p["rows"] for p in parts], [p["state"][table] for p in parts]]:
+            for key in [table] if table in lines[0] else list(lines[0]):
+                whole = then.whole(torch.cat([line[key] for line in lines]))
+                for rank, line in enumerate(lines):
+                    line[key] = maps[table].part(whole, rank)
+    replace(manifest, tables=maps).write(path)
+    for name, part in zip(names, parts, strict=True):
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        _replace(path, name, buffer.getvalue())
+
+
+def test_a_checkpoint_with_other_row_maps_is_read_by_them(tmp_path: Path) -> None:
+    """A release may choose other multipliers, and shards of other sizes."""
+    saved, moved = tmp_path / "saved", tmp_path / "moved"
+    expected = run_workers(train_and_save, 2, "lazy-adam", saved, SAVED_AT)[0]
+    shutil.copytree(saved, moved)
+    _move_rows(moved, OTHER_MAPS)
+    assert Manifest.read(moved).tables == OTHER_MAPS
+    for num_workers in (1, 2, 3):
+        ends = run_workers(load_and_train, num_workers, "lazy-adam", moved, SAVED_AT)
+        assert_same(ends[0], expected)
+    for path in (saved, moved):
+        export(path, path / "model.pt")
+    one, other = (torch.load(path / "model.pt", weights_only=True) for path in (saved, moved))
+    for name, value in one.items():
+        assert torch.equal(other[name], value), name
+
+
+# Going on with all else -------------------------------------------------------------------
 
 
 def scheduled(path: Path, steps: range, loads: bool) -> list[float]:
@@ -537,17 +618,13 @@ def _truncate(file: Path) -> None:
 
 def _replace(path: Path, name: str, data: bytes) -> None:
     """Another file in place of one, with a manifest that vouches for it."""
-    from parallax.checkpoint.manifest import FileRecord, Manifest
-
     (_folder(path) / name).write_bytes(data)
     manifest = Manifest.read(path)
     files = {**manifest.files, name: FileRecord(len(data), zlib.crc32(data))}
-    Manifest(manifest.folder, manifest.num_workers, manifest.step, files).write(path)
+    replace(manifest, files=files).write(path)
 
 
 def _evil(path: Path) -> bytes:
-    import io
-
     buffer = io.BytesIO()
     torch.save({"parameters": Evil(path.parent / "touched")}, buffer)
     return buffer.getvalue()
@@ -556,6 +633,11 @@ def _evil(path: Path) -> bytes:
 def _edit(path: Path, **fields: object) -> None:
     file = path / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def _set_maps(path: Path, maps: dict[str, RowMap]) -> None:
+    """With a checksum that is right."""
+    replace(Manifest.read(path), tables=maps).write(path)
 
 
 def _remove_manifest(path: Path) -> None:
@@ -577,6 +659,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "version": (lambda p: _edit(p, version=99), "version 99"),
     "step changed": (lambda p: _edit(p, step=4), "manifest.json was changed"),
     "fields missing": (lambda p: _edit(p, files=None), "manifest.json was changed"),
+    "row maps missing": (lambda p: _edit(p, tables=None), "does not say where the rows"),
+    "row map missing": (
+        lambda p: _set_maps(p, {"few.weight": Manifest.read(p).tables["few.weight"]}),
+        "only one of manifest.json and the parts has the table 'table.weight'",
+    ),
+    "row map of other parts": (
+        lambda p: _set_maps(p, OTHER_MAPS),
+        "part 0 has 2 rows of 'few.weight' instead of the 0 in manifest.json",
+    ),
     "no files": (lambda p: shutil.rmtree(_folder(p)), "is missing"),
     **{
         f"{name} {how}": (lambda p, n=name, d=damage: d(_folder(p) / n), f"{name} {says}")

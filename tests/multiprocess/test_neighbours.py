@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from parallax import cost
 from parallax.errors import OutOfStepError
+from parallax.tables.rowmap import RowMap
 from tests.support.parity import Case, assert_same, train_alone, train_together
 from tests.support.workers import run_on_hosts
 
@@ -112,12 +113,13 @@ def test_a_row_crosses_the_link_of_a_host_once(hosts: tuple[int, ...], lookahead
     merged, plain = (run_on_hosts(train, hosts, lookahead, merges) for merges in (True, False))
     for name, value in plain[0].state.items():
         torch.testing.assert_close(merged[0].state[name], value)
+    row_map = RowMap.even(ROWS, sum(hosts))
     ranks = [range(hosts[0]), range(hosts[0], sum(hosts))]
     for name, width, column in (("words", WIDTH, 0), ("tags", WIDTH, 1), ("marks", 3, 1)):
         asked = away = 0
         for here in ranks:
             for rows in distinct(merged, here, column):
-                owners = rows % sum(hosts)  # See [Note: slots].
+                owners = row_map.owners(row_map.slots(rows))
                 asked += len(rows)
                 away += int(((owners < here.start) | (owners >= here.stop)).sum())
         totals = [outcome.totals[f"{name}.weight"] for outcome in merged]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from parallax.checkpoint.manifest import FileRecord, Manifest
 from parallax.checkpoint.plain import plain
 from parallax.checkpoint.reader import Saved
 from parallax.errors import CheckpointError
-from parallax.shard import RowMap
+from parallax.tables.rowmap import RowMap
 
 
 @pytest.mark.parametrize("num_then", range(1, 7))
@@ -24,11 +25,38 @@ from parallax.shard import RowMap
 @pytest.mark.parametrize("num_rows", [1, 5, 60, 61])
 def test_rows_go_from_any_owners_to_any_others(num_rows: int, num_now: int, num_then: int) -> None:
     whole = torch.arange(2 * num_rows).reshape(num_rows, 2)
-    then, now = RowMap(num_rows, num_then), RowMap(num_rows, num_now)
-    saved = Saved([then.part(whole, owner) for owner in range(num_then)])
+    then, now = RowMap.even(num_rows, num_then), RowMap.even(num_rows, num_now)
+    _check_move(whole, then, now)
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        (RowMap(60, (0, 60), 1), RowMap.even(60, 4)),  # another multiplier
+        (RowMap.even(60, 4), RowMap(60, (0, 60), 1)),
+        (RowMap(60, (0, 7, 7, 60), 7), RowMap(60, (0, 0, 59, 60), 49)),
+        (RowMap(60, (0, 7, 7, 60), 7), RowMap(60, (0, 0, 59, 60), 7)),  # unequal shards
+    ],
+)
+def test_rows_go_from_any_map_to_any_other(
+    then: RowMap, now: RowMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallax.checkpoint.reader._BLOCK_ELEMENTS", 10)
+    _check_move(torch.arange(120).reshape(60, 2), then, now)
+
+
+def test_rows_of_a_whole_tensor_go_to_owners() -> None:
+    whole, now = torch.arange(120).reshape(60, 2), RowMap.even(60, 4)
+    shard = torch.full((now.size_of(1), 2), -1)
+    Saved([whole]).copy_part_to(shard, now, 1)
+    assert torch.equal(shard, now.part(whole, 1))
+
+
+def _check_move(whole: Tensor, then: RowMap, now: RowMap) -> None:
+    saved = Saved([then.part(whole, owner) for owner in range(then.num_workers)], then)
     assert saved.shape == whole.shape
     assert torch.equal(saved.whole(), whole)
-    for owner in range(num_now):
+    for owner in range(now.num_workers):
         shard = torch.full((now.size_of(owner), 2), -1)
         saved.copy_part_to(shard, now, owner)
         assert torch.equal(shard, now.part(whole, owner))
@@ -64,16 +92,63 @@ def test_what_could_not_be_read_again_is_refused(value: object) -> None:
 
 
 def test_a_manifest_is_read_as_written(tmp_path: Path) -> None:
-    manifest = Manifest("step-00000003-0", 2, 3, {"dense.pt": FileRecord(5, 7)})
+    tables = {"table": RowMap(10, (0, 3, 10), 7)}
+    manifest = Manifest("step-00000003-0", 2, 3, {"dense.pt": FileRecord(5, 7)}, tables)
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
     file = tmp_path / "manifest.json"
-    for field, value in [("step", 4), ("folder", ".."), ("num_workers", 1), ("crc32", 0)]:
+    for field, value in [("step", 4), ("folder", ".."), ("tables", {}), ("crc32", 0)]:
         changed = {**json.loads(file.read_text()), field: value}
         (tmp_path / field).mkdir()
         (tmp_path / field / "manifest.json").write_text(json.dumps(changed))
         with pytest.raises(CheckpointError, match=r"manifest\.json was changed"):
             Manifest.read(tmp_path / field)
+
+
+TABLE = {"num_rows": 10, "boundaries": [0, 3, 10], "multiplier": 7}
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        None,
+        [],
+        {"table": None},
+        {"table": {}},
+        {"table": {**TABLE, "multiplier": 5}},  # not coprime
+        {"table": {**TABLE, "multiplier": 0}},
+        {"table": {**TABLE, "multiplier": 17}},
+        {"table": {**TABLE, "multiplier": "7"}},
+        {"table": {**TABLE, "num_rows": -1}},
+        {"table": {**TABLE, "num_rows": 11}},
+        {"table": {**TABLE, "boundaries": [0, 11, 10]}},
+        {"table": {**TABLE, "boundaries": [0, 3.0, 10]}},
+        {"table": {**TABLE, "boundaries": [0, 10]}},  # of one worker
+        {"table": {"num_rows": 10, "multiplier": 7}},
+    ],
+)
+def test_a_manifest_without_a_row_map_is_refused(tables: object, tmp_path: Path) -> None:
+    """Also with a right checksum."""
+    Manifest("step-00000003-0", 2, 3, {}, {}).write(tmp_path)
+    file = tmp_path / "manifest.json"
+    fields = {**json.loads(file.read_text()), "tables": tables}
+    signed = {k: v for k, v in fields.items() if k not in ("format", "version", "crc32")}
+    fields["crc32"] = zlib.crc32(json.dumps(signed, sort_keys=True).encode())
+    file.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="does not say where the rows of the tables are"):
+        Manifest.read(tmp_path)
+    file.write_text(json.dumps({k: v for k, v in fields.items() if k != "tables"}))
+    with pytest.raises(CheckpointError, match="does not say where the rows of the tables are"):
+        Manifest.read(tmp_path)
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    Manifest("step-00000003-0", 2, 3, {}, {}).write(tmp_path)
+    file = tmp_path / "manifest.json"
+    fields = {k: v for k, v in json.loads(file.read_text()).items() if k != "tables"}
+    file.write_text(json.dumps({**fields, "version": 1}))
+    with pytest.raises(CheckpointError, match=r"version 1; this release reads version 2\. Export"):
+        Manifest.read(tmp_path)
 
 
 class Counting(nn.Module):

@@ -1,4 +1,4 @@
-"""Rows to owners: every row has one, the hottest are spread, sorted slots lie by owner."""
+"""Rows of several tables in the order of their owners, and sums of equal rows."""
 
 from __future__ import annotations
 
@@ -6,36 +6,20 @@ import pytest
 import torch
 
 from parallax.exchange.request import Request
-from parallax.shard import Merge, RowMap, joined, laid_out, merged, put_rows, regrouped
+from parallax.shard import Merge, joined, laid_out, merged, put_rows, regrouped
+from parallax.tables.rowmap import RowMap
 
-
-@pytest.mark.parametrize("num_rows", [1, 5, 12, 13])
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
-def test_every_row_has_one_owner_and_one_place(num_rows: int, num_workers: int) -> None:
-    row_map = RowMap(num_rows, num_workers)
-    ids = torch.arange(num_rows)
-    slots = row_map.slots(ids)
-    assert len(slots.unique()) == num_rows
-    found = [row_map.ids_of(owner) for owner in range(num_workers)]
-    assert sorted(torch.cat(found).tolist()) == ids.tolist()
-    for owner, rows in enumerate(found):
-        assert len(rows) == row_map.size_of(owner)
-        assert row_map.places(row_map.slots(rows)).tolist() == list(range(len(rows)))
-        assert row_map.part(ids, owner).tolist() == rows.tolist()
-    assert [row_map.slot(int(i)) for i in ids] == slots.tolist()
-
-
-def test_sorted_slots_lie_by_owner() -> None:
-    row_map = RowMap(10, 3)
-    slots = row_map.slots(torch.tensor([0, 9, 3, 1, 5])).sort().values
-    assert row_map.counts(slots) == [3, 1, 1]
-    assert row_map.counts(slots[:0]) == [0, 0, 0]
-    assert row_map.counts(row_map.slots(torch.arange(10)).sort().values) == [4, 3, 3]
+MAPS = [
+    RowMap.even(10, 3),
+    RowMap.even(1, 3),
+    RowMap(7, (0, 0, 6, 7), 4),
+    RowMap.even(50, 3),
+]
 
 
 def test_several_tables_are_laid_out_as_each_alone() -> None:
     generator = torch.Generator().manual_seed(0)
-    maps = [RowMap(num_rows, 3) for num_rows in (10, 1, 7, 50)]
+    maps = MAPS
     slots = [
         m.slots(torch.randint(m.num_rows, (size,), generator=generator)).unique()
         for m, size in zip(maps, (4, 1, 0, 40), strict=True)
@@ -66,7 +50,7 @@ def test_parts_are_joined_without_a_copy_where_they_lie_together() -> None:
 
 def test_requests_of_several_tables_are_those_of_each() -> None:
     generator = torch.Generator().manual_seed(0)
-    maps = [RowMap(num_rows, 3) for num_rows in (10, 1, 7, 50)]
+    maps = MAPS
     ids = [
         torch.randint(m.num_rows, (size,), generator=generator)
         for m, size in zip(maps, (4, 3, 0, 40), strict=True)
@@ -79,11 +63,6 @@ def test_requests_of_several_tables_are_those_of_each() -> None:
         assert one.places.tolist() == alone.places.tolist()
     for bad in (torch.tensor([7]), torch.tensor([-1]), torch.tensor([0.5])):
         assert Request.of_all([ids[0], bad], [maps[0], maps[2]]) is None
-
-
-def test_the_head_of_a_vocabulary_is_spread() -> None:
-    row_map = RowMap(1000, 4)
-    assert row_map.counts(row_map.slots(torch.arange(100)).sort().values) == [25] * 4
 
 
 def test_merged_sums_rows_of_equal_slots() -> None:

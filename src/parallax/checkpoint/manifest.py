@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from parallax.errors import CheckpointError
+from parallax.tables.rowmap import RowMap
 
 DENSE = "dense.pt"
 _NAME = "manifest.json"
 _FORMAT = "parallax-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _FOLDER = re.compile(r"step-\d{8,}-[0-9a-f]{16}")
 _FILE = re.compile(r"dense\.pt|part-\d{5,}-of-\d{5,}\.pt")
 
@@ -79,6 +80,9 @@ class Manifest:
     num_workers: int
     step: int
     files: Mapping[str, FileRecord]
+    tables: Mapping[str, RowMap]
+    """Of each sharded table: which part has which row, at which place. Loading goes by this map,
+    whatever map this release would choose. See [Note: slots] in tables/rowmap.py."""
 
     @property
     def digest(self) -> int:
@@ -103,11 +107,12 @@ class Manifest:
         if fields.get("version") != _VERSION:
             raise CheckpointError(
                 f"checkpoint {str(path)!r} has version {fields.get('version')}; this release reads "
-                f"version {_VERSION}"
+                f"version {_VERSION}. Export it with the release that wrote it"
             )
+        tables = _tables(fields, path)
         try:
             files = {name: FileRecord(**record) for name, record in fields["files"].items()}
-            manifest = cls(fields["folder"], fields["num_workers"], fields["step"], files)
+            manifest = cls(fields["folder"], fields["num_workers"], fields["step"], files, tables)
             intact = manifest.digest == fields["crc32"]
         except (KeyError, TypeError, AttributeError):
             intact = False
@@ -117,6 +122,30 @@ class Manifest:
                 "checkpoint"
             )
         return manifest
+
+
+def _tables(fields: dict[str, Any], path: Path) -> dict[str, RowMap]:
+    """Read the row map of each sharded table."""
+    try:
+        return {
+            name: _row_map(record, fields["num_workers"])
+            for name, record in fields["tables"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {str(path)!r} is damaged: its {_NAME} does not say where the rows of the "
+            f"tables are ({type(error).__name__}: {error}). Use another checkpoint"
+        ) from error
+
+
+def _row_map(record: dict[str, Any], num_workers: int) -> RowMap:
+    num_rows, multiplier = record["num_rows"], record["multiplier"]
+    boundaries = tuple(record["boundaries"])
+    if not all(type(number) is int for number in (num_rows, multiplier, *boundaries)):
+        raise TypeError(f"{record} has other things than whole numbers")
+    if len(boundaries) != num_workers + 1:
+        raise ValueError(f"{len(boundaries)} boundaries for {num_workers} parts")
+    return RowMap(num_rows, boundaries, multiplier)
 
 
 def current_folder(path: Path) -> str | None:

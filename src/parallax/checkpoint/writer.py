@@ -26,6 +26,7 @@ from parallax.checkpoint.together import SAVING, meet, together
 from parallax.errors import CheckpointError
 from parallax.exchange.peers import Peers
 from parallax.optim import is_by_row
+from parallax.tables.rowmap import RowMap
 
 
 def save(path: Path, contents: Contents, peers: Peers) -> None:
@@ -37,7 +38,8 @@ def save(path: Path, contents: Contents, peers: Peers) -> None:
     try:
         written = together(peers, where, lambda: _write_files(folder, contents, peers))
         files = _all_records(written, peers, where)
-        manifest = Manifest(folder.name, peers.num_workers, contents.step, files)
+        tables = _row_maps(contents)
+        manifest = Manifest(folder.name, peers.num_workers, contents.step, files, tables)
         together(peers, where, lambda: _commit(path, manifest) if peers.rank == 0 else None)
     except CheckpointError:
         # Every worker has stopped writing, and the manifest does not name this folder.
@@ -133,6 +135,11 @@ def _all_records(written: list[FileRecord], peers: Peers, where: str) -> dict[st
 
 
 # Their content ----------------------------------------------------------------------------
+
+
+def _row_maps(contents: Contents) -> dict[str, RowMap]:
+    found = {name: contents.tables.get(id(p)) for name, p in contents.parameters.items()}
+    return {name: table.row_map for name, table in found.items() if table is not None}
 
 
 def _part(contents: Contents) -> dict[str, Any]:

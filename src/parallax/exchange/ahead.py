@@ -30,7 +30,8 @@ from parallax.exchange.courier import Courier
 from parallax.exchange.header import NO_FAULT, Layout, Verb, grown
 from parallax.exchange.peers import Lane, Peers
 from parallax.exchange.shipment import Shipment, families
-from parallax.shard import RowMap, laid_out, put_rows, regrouped
+from parallax.shard import laid_out, put_rows, regrouped
+from parallax.tables.rowmap import RowMap
 from parallax.wire import packed, row_bytes, unpacked
 
 

@@ -20,7 +20,8 @@ from parallax import cost
 from parallax.exchange.header import Fault, Operation
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Shipment, families
-from parallax.shard import Merge, RowMap, laid_out, put_rows, regrouped, spread
+from parallax.shard import Merge, laid_out, put_rows, regrouped, spread
+from parallax.tables.rowmap import RowMap
 from parallax.wire import Wire, packed, row_bytes, unpacked
 
 Waiting = AbstractContextManager[None]
@@ -47,8 +48,8 @@ def pull(
     fault: tuple[Fault, int],
 ) -> tuple[Tensor, list[tuple[Fault, int]]]:
     """The rows at some sorted slots, and the workers' faults (then there are no rows)."""
-    counts = row_map.counts(slots)
-    places = row_map.places(slots)
+    by_owner, places = laid_out([row_map], [slots])
+    counts: list[int] = by_owner[0].tolist()
     told = peers.announce(
         operation, [[count] for count in counts], ids=places, fault=fault, is_met=True
     )
@@ -169,8 +170,8 @@ class _Bundle:
 
     def __init__(self, push: Push, members: list[int]) -> None:
         self.parcels = [push.parcels[i] for i in members]
-        spans = (parcel.row_map.span for parcel in self.parcels)
-        self.offsets = [0, *itertools.accumulate(spans)][:-1]
+        sizes = (parcel.row_map.largest for parcel in self.parcels)
+        self.offsets = [0, *itertools.accumulate(sizes)][:-1]
         """By table: what is added to its places."""
         self._push, self._members = push, members
 

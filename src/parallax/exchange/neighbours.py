@@ -23,10 +23,8 @@ from parallax.exchange.header import Answer, Operation, Verb
 from parallax.exchange.peers import Peers
 from parallax.exchange.shipment import Shipment
 from parallax.hosts import Hosts
-from parallax.shard import Atlas, RowMap, regrouped
-
-MAX_SLOTS = 2**31
-"""Slots travel as 32 bits here."""
+from parallax.shard import Atlas, laid_out, regrouped, spread
+from parallax.tables.rowmap import RowMap
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,9 @@ class Neighbours:
         joined = torch.cat(list(slots))
         device = joined.device
         tables = torch.repeat_interleave(torch.tensor([len(each) for each in slots])).to(device)
-        spans = torch.tensor([row_map.span for row_map in maps], device=device)
-        owners = torch.div(joined, spans[tables], rounding_mode="floor")
+        by_owner, _ = laid_out(maps, slots)
+        owners = torch.arange(by_owner.shape[1], device=by_owner.device).repeat(num_tables)
+        owners = spread(owners, by_owner.flatten(), device)
         keys = self._speakers.to(device)[owners] * num_tables + tables
         order = torch.argsort(keys, stable=True)
         counts = torch.bincount(keys, minlength=num_here * num_tables).cpu()
@@ -188,7 +187,8 @@ def _sorted(parcels: Sequence[Parcel], told: Told) -> list[Parcel]:
     for parcel, order, start in zip(
         parcels, by_table.split_with_sizes(sizes.tolist()), starts.tolist(), strict=True
     ):
-        whole = RowMap(parcel.row_map.span * parcel.row_map.num_workers, 1)
+        num_rows = parcel.row_map.num_rows
+        whole = RowMap(num_rows, (0, num_rows), multiplier=1)
         places = order - start
         found.append(Parcel(parcel.name, whole, parcel.slots[places], parcel.values[places]))
     return found

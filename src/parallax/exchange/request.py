@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from parallax.exchange.header import Fault
-from parallax.shard import Atlas, RowMap, spread
+from parallax.shard import Atlas, spread
+from parallax.tables.rowmap import RowMap
 
 
 @dataclass(frozen=True)
 class Request:
-    """The ids of a lookup, deduplicated. See [Note: slots] in shard.py."""
+    """The ids of a lookup, deduplicated. See [Note: slots] in tables/rowmap.py."""
 
     slots: Tensor
     """Distinct and sorted; none if there is a fault."""
@@ -51,13 +52,12 @@ class Request:
             return None
         joined = joined.long()
         sizes, device = [each.size(0) for each in ids], joined.device
-        atlas, num_workers = Atlas.of(maps), maps[0].num_workers
-        is_wrong = (joined < 0) | (joined >= spread(atlas.num_rows, sizes, device))
+        atlas = Atlas.of(maps)
+        num_rows = spread(atlas.num_rows, sizes, device)
+        is_wrong = (joined < 0) | (joined >= num_rows)
         if bool(is_wrong.any()):
             return None
-        owners = joined % num_workers
-        slots = owners * spread(atlas.spans, sizes, device)
-        slots += torch.div(joined - owners, num_workers, rounding_mode="trunc")
+        slots = joined * spread(atlas.multipliers, sizes, device) % num_rows
         slots += spread(atlas.starts, sizes, device)
         keys, inverse = torch.unique(slots, return_inverse=True)
         edges = torch.searchsorted(keys, atlas.starts.to(device)).tolist()

@@ -63,8 +63,8 @@ class RowMap:
 
     @staticmethod
     def even(num_rows: int, num_workers: int) -> RowMap:
-        """Return the map with shards of equal size, up to one row."""
-        boundaries = tuple(owner * num_rows // num_workers for owner in range(num_workers + 1))
+        """Return the map whose shards differ by one row at most, the larger ones first."""
+        boundaries = tuple(-(-owner * num_rows // num_workers) for owner in range(num_workers + 1))
         return RowMap(num_rows, boundaries, multiplier_of(num_rows))
 
     @property
