@@ -46,6 +46,7 @@ GOALS = (
             "8x200mbit-emulated",
         )
     ),
+    Goal("small-2xloopback-real", "ddp-sparse", 1.0),
     Goal("lm-8x200mbit-emulated", "limit", 1.25),
     Goal("lm-8x200mbit-emulated", "formula", 1.05),
     Goal("lm-8x200mbit-emulated", "lm-2x200mbit-emulated", 1.3),

@@ -31,7 +31,7 @@ IN_FEWER_BITS = {("lm", 8, "200mbit")}
 
 
 def full() -> list[Setting]:
-    return [*_emulated(), *_real(), *_sparsity()]
+    return [*_emulated(), *_real(), *_sparsity(), _small()]
 
 
 def quick() -> list[Setting]:
@@ -68,6 +68,17 @@ def _real() -> Iterator[Setting]:
 def _sparsity() -> Iterator[Setting]:
     for percent in PERCENTS:
         yield _looked_up(f"sparsity-{percent:g}", 4, "200mbit", True, turn_seconds=1.0)
+
+
+def _small() -> Setting:
+    """Two workers with a core each and no link to wait for: what the engines themselves cost."""
+    left_out = {
+        "tensorflow": "it has no layers for this workload",
+        **dict.fromkeys(("horovod", "deepspeed"), "to save time: the goal is against DDP"),
+    }
+    engines = ("parallax", "ddp-sparse", "ddp-dense", "torchrec", "alone")
+    # Short turns and many of them: steps of a few milliseconds differ from turn to turn.
+    return Setting("small", 2, None, False, engines, 15, 0.6, left_out)
 
 
 def _looked_up(

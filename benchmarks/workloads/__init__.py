@@ -12,8 +12,8 @@ from benchmarks.workloads.workload import Batch, Table, Workload
 
 __all__ = ["NAMES", "TEXT", "Batch", "Table", "Workload", "by_name"]
 
-NAMES = ("lm", "lm-large", "nmt", "dlrm", "resnet", "sparsity-<percent>")
-_KINDS = ("lm", "nmt", "dlrm", "resnet", "sparsity")
+NAMES = ("lm", "lm-large", "nmt", "dlrm", "resnet", "small", "sparsity-<percent>")
+_KINDS = ("lm", "nmt", "dlrm", "resnet", "small", "sparsity")
 TEXT = "text"
 """Only to converge on; it has no batches to draw from nothing."""
 

@@ -81,6 +81,18 @@ class Classifier(nn.Module):
         return loss
 
 
+class Pooled(nn.Module):
+    """The mean of a sample's rows, and two layers behind it."""
+
+    def __init__(self, width: int, hidden: int = 64) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, rows: list[Tensor], others: list[Tensor]) -> Tensor:
+        logits = self.network(rows[0].mean(1)).squeeze(1)
+        return F.binary_cross_entropy_with_logits(logits, others[0])
+
+
 class Square(nn.Module):
     """Next to nothing, with a few parameters."""
 

@@ -23,7 +23,7 @@ from benchmarks.workloads.hot import HotApart
 from benchmarks.workloads.model import Accelerated, Model, batches, make_layers
 from benchmarks.workloads.workload import pieces
 
-WORKLOADS = ["lm", "nmt", "dlrm", "resnet", "sparsity-2"]
+WORKLOADS = ["lm", "nmt", "dlrm", "resnet", "small", "sparsity-2"]
 
 
 def turn(seconds: float, size_bytes: float = 0.0, **spans: float) -> Turn:
@@ -131,7 +131,9 @@ def test_a_wrong_rate_is_named(rate: str) -> None:
         limits.bits_a_second(rate)
 
 
-@pytest.mark.parametrize("name", ["cnn", "lm-huge", "sparsity-0", "sparsity-200", "nmt-x"])
+@pytest.mark.parametrize(
+    "name", ["cnn", "lm-huge", "small-x", "sparsity-0", "sparsity-200", "nmt-x"]
+)
 def test_a_wrong_workload_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         by_name(name)
