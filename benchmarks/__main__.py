@@ -91,10 +91,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _known(engines: list[str]) -> tuple[str, ...]:
-    unknown = sorted(set(engines) - set(ENGINES))
+    unknown = sorted(name for name in set(engines) - set(ENGINES) if not _is_checkout(name))
     if unknown:
         raise SystemExit(f"--engines: {unknown[0]!r} is none of {', '.join(ENGINES)}")
     return tuple(engines)
+
+
+def _is_checkout(name: str) -> bool:
+    """Whether an engine is Parallax of another checkout; says so if there is none."""
+    if not name.startswith(f"{OURS}@"):
+        return False
+    if (reason := ENGINES[name].missing) is not None:
+        raise SystemExit(f"--engines: {reason}")
+    return True
 
 
 def run_suite(args: argparse.Namespace) -> None:
@@ -212,7 +221,11 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     one.add_argument("--rate", type=_rate, default="200mbit", help="of every link, as in 1gbit")
     one.add_argument("--loopback", action="store_true", help="no hosts: workers of this machine")
     one.add_argument("--emulated", action="store_true", help="a sleep in place of arithmetic")
-    one.add_argument("--engines", help=f"some of {', '.join(ENGINES)}, with commas between")
+    one.add_argument(
+        "--engines",
+        help=f"some of {', '.join(ENGINES)}, with commas between; "
+        "parallax@PATH is Parallax of the checkout there",
+    )
     one.add_argument("--repetitions", type=_count, default=5, help="turns of each engine")
     one.add_argument(
         "--turn-seconds", type=_positive, default=2.0, help="about, two steps at least"

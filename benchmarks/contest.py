@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crew import LOGS, Crew, CrewError, Turn
+from benchmarks.crew import LOGS, ROOT, Crew, CrewError, Turn
 from benchmarks.engines import ALONE, ENGINES, OURS, Engine
 from benchmarks.loopback import Loopback
 from benchmarks.origin import Theft, commit, machine, now
@@ -203,8 +203,8 @@ def _sit(setting: Setting, names: list[str], progress: Callable[[str], None]) ->
             with _absent_if_failing(result):
                 crew.start(FIRST_PORT + place)
                 result.versions = crew.versions
-                if result.engine == OURS:
-                    result.versions["parallax"] = commit()
+                if result.engine == OURS or crew.engine.root is not None:
+                    result.versions["parallax"] = commit(crew.engine.root or ROOT)
         if setting.rate is not None:
             set_links(bed, setting.rate)
         progress(f"{setting.name}: warming up")

@@ -64,6 +64,7 @@ class Crew:
         self._bed = bed
         self._about = {**about, "options": engine.options, "packages": engine.packages}
         self._logs = logs
+        self._root = engine.root or ROOT
         self._workers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Crew:
@@ -155,7 +156,7 @@ class Crew:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                cwd=ROOT,
+                cwd=self._root,
                 env={**os.environ, **self._environment(rank, port)},
                 start_new_session=True,  # A group, so that its children are stopped with it.
             )
@@ -171,7 +172,7 @@ class Crew:
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": self._bed.interface,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
+            "PYTHONPATH": f"{self._root}{os.pathsep}{self._root / 'src'}",
             "BENCHMARK_HOSTS": ",".join(host.address for host in self._bed.hosts),
             "PATH": f"{self.engine.python.parent}{os.pathsep}{os.environ['PATH']}",
         }

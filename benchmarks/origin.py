@@ -74,12 +74,12 @@ def _processor() -> str:
     return platform.machine()
 
 
-def commit() -> str:
+def commit(root: Path = ROOT) -> str:
     """Of the sources that train, as far as git knows them."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
+            command, cwd=root, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

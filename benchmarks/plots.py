@@ -21,6 +21,7 @@ from benchmarks.workloads import by_name
 COLOURS = {name: f"C{place}" for place, name in enumerate(ENGINES)}
 COLOURS |= {"parallax-bf16": "#6baed6", "parallax-int8": "#9ecae1"}
 COLOURS |= {"parallax-sharded": "#08519c", "parallax-hot": "#3182bd"}
+OTHER_COLOUR = "#08306b"  # of other checkouts
 PART_COLOURS = ("#4c78a8", "#72b7b2", "#f58518", "#d0d0d0")
 
 
@@ -67,7 +68,7 @@ def _against_workers(contests: list[Contest], value: Any, label: str) -> Picture
                 *zip(*sorted(points), strict=True),
                 marker="o",
                 lw=width,
-                color=COLOURS[engine],
+                color=COLOURS.get(engine, OTHER_COLOUR),
                 label=ENGINES[engine].title,
             )
         if value is _throughput:
@@ -141,7 +142,12 @@ def _sweep(contests: list[Contest]) -> Picture:
                     lines.setdefault(each.engine, []).append((percent, value(each, contest)))
         for engine, points in lines.items():
             where = zip(*sorted(points), strict=True)
-            axes.plot(*where, marker="o", color=COLOURS[engine], label=ENGINES[engine].title)
+            axes.plot(
+                *where,
+                marker="o",
+                color=COLOURS.get(engine, OTHER_COLOUR),
+                label=ENGINES[engine].title,
+            )
         setting = contests[0].setting
         axes.set(
             title=f"one table, {setting.num_hosts} hosts × {setting.rate}",

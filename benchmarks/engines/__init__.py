@@ -37,6 +37,8 @@ class Engine:
     """Of a worker."""
     settling_steps: int = 0
     """In which it finds its way with tables; they are not timed."""
+    root: Path | None = None
+    """The checkout whose sources its workers run; None for this one."""
 
     @property
     def python(self) -> Path:
@@ -47,6 +49,8 @@ class Engine:
     @property
     def missing(self) -> str | None:
         """Why it cannot run, if so."""
+        if self.root is not None and not (self.root / "benchmarks" / "worker.py").exists():
+            return f"{self.root} is no checkout of Parallax"
         if self.environment is None or (self.python.parent.parent / "installed").exists():
             return None
         return f"not installed: `make peer-{self.environment}`"
@@ -62,7 +66,7 @@ def ours(title: str = _OURS.title, rounds: bool = False, **config: object) -> En
     return replace(_OURS, title=title, rounds=rounds, options={"config": config})
 
 
-ENGINES = {
+_NAMED = {
     OURS: ours(),
     "ddp-sparse": Engine("DDP sparse", "ddp", {"sparse": True}),
     "ddp-dense": Engine("DDP dense", "ddp", {"sparse": False}),
@@ -118,3 +122,18 @@ ENGINES = {
         },
     ),
 }
+
+
+class _Engines(dict[str, Engine]):
+    """Engines by name; `parallax@PATH` is Parallax as another checkout has it, with its own
+    benchmarks, so that two versions can take turns."""
+
+    def __missing__(self, name: str) -> Engine:
+        kind, _, path = name.partition("@")
+        if kind != OURS or not path:
+            raise KeyError(name)
+        root = Path(path).resolve()
+        return replace(ours(f"Parallax at {root.name}"), root=root)
+
+
+ENGINES = _Engines(_NAMED)

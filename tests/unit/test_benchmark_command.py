@@ -32,6 +32,8 @@ def held(setting: Setting) -> Contest:
         (["run", "lm", "--repetitions", "0"], "'0' is no number from 1"),
         (["run", "lm", "--turn-seconds", "nan"], "'nan' is no number above 0"),
         (["run", "lm", "--engines", "mxnet"], "'mxnet' is none of"),
+        (["run", "lm", "--engines", "parallax@nowhere"], "nowhere is no checkout of Parallax"),
+        (["run", "lm", "--engines", "ddp@."], "'ddp@.' is none of"),
         (["converge", "--hosts", "two"], "'two' is no number"),
         (["profile", "cnn"], "workload 'cnn' is none of"),
         (["report", "no-such-folder"], "has no results"),

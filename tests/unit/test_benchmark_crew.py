@@ -84,6 +84,21 @@ def make(program: str, manner: str, tmp_path: Path, bed: Loopback | None = None)
     return Crew(bed or Loopback(2), Actor("Actor", manner, program=program), {}, tmp_path / "logs")
 
 
+def test_another_checkout_runs_its_own_sources(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "worker.py").write_text(
+        "import json, os; versions = {'path': os.environ['PYTHONPATH'], 'pid': str(os.getpid())}\n"
+        "print(json.dumps({'versions': versions}), flush=True); input()"
+    )
+    engine = ENGINES[f"parallax@{tmp_path}"]
+    assert engine.missing is None
+    with Crew(Loopback(1), engine, {}, tmp_path / "logs") as crew:
+        crew.start(1)
+    assert crew.versions["path"] == f"{tmp_path}{os.pathsep}{tmp_path / 'src'}"
+    with pytest.raises(KeyError, match="parallax-nothing"):
+        ENGINES["parallax-nothing"]
+
+
 def test_a_crew_ends_with_its_block_and_can_be_closed_again(program: str, tmp_path: Path) -> None:
     with make(program, "works", tmp_path) as crew:
         crew.start(1)
