@@ -61,8 +61,11 @@ class Table(nn.Parameter):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if member_of(func) in _METADATA:
+        member = member_of(func)
+        if member in _METADATA:
             return call_plainly(func, args, kwargs)
+        if member.startswith(("__get__", "__set__")) and member not in _VALUES:
+            return _attribute(member, func, args, kwargs)
         return _whole(func, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -218,6 +221,26 @@ def call_plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         return func(*args, **kwargs)
 
 
+def _attribute(
+    member: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Read or set an attribute that is not among those that the table knows. Local.
+
+    Attributes are metadata unless they are in `_VALUES`, and metadata must not cost a collective.
+    """
+    table, name = args[0], member.removeprefix("__get__").removeprefix("__set__")
+    if not isinstance(table, Table):  # A table is the value that an ordinary tensor is given.
+        return _whole(func, args, kwargs)
+    if member.startswith("__set__") or name == "data":
+        if not table.rows.local:
+            _refuse(table, f"{'reading' if member.startswith('__get__') else 'setting'} .{name}")
+        return _whole(func, args, kwargs)
+    found = call_plainly(func, args, kwargs)
+    if isinstance(found, Tensor):  # Its values would be those of the empty parameter.
+        _refuse(table, f"reading .{name}")
+    return found
+
+
 def _whole(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Answer an operation that needs all rows."""
     leaves = pytree.tree_leaves((args, kwargs))
@@ -293,7 +316,9 @@ def member_of(func: Callable[..., Any]) -> str:
     """The name of a method, or of the attribute that a descriptor reads or sets."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        return f"{name}{getattr(func.__self__, '__name__', '')}"  # type: ignore[attr-defined]
+        owner = func.__self__  # type: ignore[attr-defined]
+        owner = getattr(owner, "fget", None) or owner  # A property is named by its function.
+        return f"{name}{getattr(owner, '__name__', '')}"
     return name
 
 
@@ -311,7 +336,7 @@ _ATTRIBUTES = (
     "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad_fn is_sparse "
     "is_sparse_csr is_cuda is_cpu is_meta is_mps is_xpu is_xla is_quantized is_nested is_mkldnn "
     "is_vulkan is_maia is_ipu is_mtia names _version output_nr retains_grad _backward_hooks _base "
-    "_post_accumulate_grad_hooks _grad_fn name"
+    "_post_accumulate_grad_hooks _grad_fn name grad_dtype"
 ).split()
 _METHODS = (
     "size dim numel nelement stride storage_offset element_size __len__ is_floating_point "
@@ -323,6 +348,9 @@ _METHODS = (
 _METADATA = frozenset(
     [*(f"__get__{name}" for name in _ATTRIBUTES), *_METHODS, "__set__requires_grad"]
 )
+
+_VALUES = frozenset(f"__get__{name}" for name in "T mT H mH real imag".split())
+"""Attributes that are operations on all rows: autograd records them."""
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,

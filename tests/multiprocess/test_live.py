@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from parallax.errors import ConfigError, UnsupportedError
+from parallax.errors import ConfigError, UnsupportedError, WholeTableError
 from tests.support.models import Lookup, make_batches
 from tests.support.parity import assert_same, share
 from tests.support.workers import run_workers
@@ -103,6 +103,33 @@ def reads_do_not_make_it_dense() -> None:
     assert bool(average.isfinite().all())
 
 
+def attributes_are_local() -> None:
+    model, optimizer, session = start(timeout_seconds=10.0)
+    step(model, optimizer, session)
+    weight = model.table.weight
+    if session.rank == 1:  # Alone: a collective would not return.
+        names = [name for name in dir(Tensor) if not callable(getattr(Tensor, name))]
+        for name in names:
+            if name in ("T", "mT", "H", "mH", "real", "imag"):  # operations on all rows
+                continue
+            try:
+                found = getattr(weight, name)
+            except (RuntimeError, AttributeError, WholeTableError):
+                continue
+            assert not isinstance(found, Tensor), name
+        with pytest.raises(WholeTableError, match=r"reading \.data needs all rows of 'table"):
+            weight.data  # noqa: B018
+        with pytest.raises(WholeTableError, match=r"setting \.grad_dtype needs all rows"):
+            weight.grad_dtype = torch.float32
+        assert getattr(weight, "grad_dtype", torch.float64) == torch.float64
+        with torch.no_grad():
+            assert getattr(weight, "grad_dtype", torch.float64) == torch.float64
+    assert session.plan["table.weight"].route.value == "sharded"
+    step(model, optimizer, session)
+    assert (weight.T @ torch.ones(len(weight), dtype=torch.float64)).requires_grad
+    assert session.plan["table.weight"].route.value == "all-reduce"
+
+
 def weights_as_tensors() -> None:
     _, _, session = start()
     session.weight(torch.tensor(3))
@@ -121,6 +148,7 @@ def weights_as_tensors() -> None:
         gradients_one_by_one,
         sparse_adam_on_tied,
         reads_do_not_make_it_dense,
+        attributes_are_local,
         weights_as_tensors,
     ],
 )
