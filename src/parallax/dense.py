@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parallax import cost
 from parallax.exchange.direct import DirectSums
-from parallax.exchange.peers import Peers
+from parallax.exchange.peers import Peers, communicating
 
 
 class DenseRoute:
@@ -104,7 +104,8 @@ class DenseRoute:
             self._build_engine(wanted)
         if self._engine is not None:
             reducer = self._engine.reducer
-            with self._peers.waiting(f"laying out gradient buckets in step {self._peers.step}"):
+            where = f"laying out gradient buckets in step {self._peers.step}"
+            with self._peers.waiting(where), communicating():
                 reducer._rebuild_buckets()
             reducer.prepare_for_backward([])
 

@@ -18,6 +18,7 @@ from parallax.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
+from parallax.launch import failure
 from tests.support.workers import Outcome, outcomes_of
 
 SECONDS = 4.0
@@ -255,3 +256,53 @@ def test_other_differences_are_found_at_the_start(what: str, says: str) -> None:
     for outcome in outcomes_of(different, 2, what):
         assert isinstance(outcome.error, MismatchError)
         assert says in str(outcome.error)
+
+
+def fail_inside_a_wait(what: str) -> None:
+    """Worker 1 runs out of memory, or meets a bug, while it takes part in a lookup."""
+    import torch.distributed as dist
+
+    model, optimizer, session = start()
+    train(model, optimizer)
+    if session.rank == 1:
+        exchange = dist.all_to_all_single
+
+        def failing(*args: object, **options: object) -> object:
+            if what == "memory":
+                torch.empty(1 << 50)  # The error of the CPU's own allocator.
+            if what == "GPU memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            if what == "bug":
+                torch.zeros(2) @ torch.zeros(3)
+            return Failing(exchange(*args, **options))
+
+        dist.all_to_all_single = failing
+    train(model, optimizer)
+
+
+class Failing:
+    """An operation that finds, when it is waited for, that there is no memory."""
+
+    def __init__(self, work: object) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        torch.empty(1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "says"),
+    [
+        ("memory", RuntimeError, "can't allocate memory"),
+        ("memory in a wait", RuntimeError, "can't allocate memory"),
+        ("GPU memory", torch.OutOfMemoryError, "CUDA out of memory"),
+        ("bug", RuntimeError, "size"),
+    ],
+)
+def test_what_no_peer_caused_stays_what_it_is(what: str, kind: type, says: str) -> None:
+    outcomes = outcomes_of(fail_inside_a_wait, 2, what)
+    assert type(outcomes[1].error) is kind, errors(outcomes)
+    assert says in str(outcomes[1].error)
+    assert isinstance(outcomes[0].error, PeerError), errors(outcomes)
+    records = [failure.from_exception(o.rank, o.error, None) for o in outcomes]  # type: ignore[arg-type]
+    assert [record.rank for record in failure.in_order(records, [])] == [1, 0]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.exchange.courier import Courier
+from parallax.exchange.peers import communicating
 
 
 class DirectSums:
@@ -41,9 +42,11 @@ class DirectSums:
 
         def finish() -> None:
             try:
-                work.wait()
-                part = parts.view(self._num_workers, -1).sum(0)
-                dist.all_to_all_single(padded, part.repeat(self._num_workers), group=self._sums)
+                with communicating():
+                    work.wait()
+                part = parts.view(self._num_workers, -1).sum(0).repeat(self._num_workers)
+                with communicating():
+                    dist.all_to_all_single(padded, part, group=self._sums)
                 values.copy_(padded[: len(values)])
             except BaseException as error:
                 done.set_exception(error)  # type: ignore[arg-type]

@@ -1,4 +1,11 @@
-"""The other workers: groups, headers that show who is in which operation, waits that end."""
+"""The other workers: groups, headers that show who is in which operation, waits that end.
+
+[Note: blame] Only what communication raises is another worker's doing. torch raises a plain
+RuntimeError for a broken connection, for a bug in an operation and for a lack of memory, so the
+place tells them apart: what a wait on torch's groups raises becomes a `CommunicationError`, and
+`Peers.waiting` explains that alone. Errors of torch's stores and of NCCL have types of their own.
+Any other error stays what it is, and so does a lack of memory, wherever it is noticed.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +39,33 @@ from parallax.exchange.header import (
 )
 from parallax.ledger import Ledger
 from parallax.wire import Wire
+
+_OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
+"""What the CPU's allocator says, and the operating system."""
+
+
+class CommunicationError(RuntimeError):
+    """torch failed to communicate; `Peers.waiting` says with whom. See [Note: blame]."""
+
+
+@contextmanager
+def communicating() -> Iterator[None]:
+    """Mark what is raised inside as an error of communication. See [Note: blame]."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        if _is_out_of_memory(error):
+            raise
+        raise CommunicationError(str(error)) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return "out of memory" in text or any(words in text for words in _OUT_OF_MEMORY)
 
 
 class Lane(enum.Enum):
@@ -296,7 +330,7 @@ class Peers:
 
     @contextmanager
     def waiting(self, where: object) -> Iterator[None]:
-        """Name the operation that the waits inside belong to."""
+        """Name the operation that the waits inside belong to. See [Note: blame]."""
         if self._board is None:
             yield
             return
@@ -304,9 +338,11 @@ class Peers:
         start = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
-            if isinstance(error, PeerError):
-                error.step = self.step
+        except PeerError as error:
+            error.step = self.step
+            raise
+        except (CommunicationError, dist.DistError) as error:
+            if _is_out_of_memory(error):
                 raise
             explained = self._explained(error, str(where), time.monotonic() - start)
             if isinstance(explained, PeerError):
@@ -323,7 +359,8 @@ class Peers:
     def wait(self, work: dist.Work | None) -> None:
         """Wait for an operation; the group's own timeout ends it."""
         if work is not None:
-            work.wait()
+            with communicating():
+                work.wait()
 
     def _explained(
         self, error: RuntimeError, where: str, waited_seconds: float
