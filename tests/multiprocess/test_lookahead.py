@@ -421,7 +421,7 @@ def test_a_dataset_that_draws_is_not_read_ahead() -> None:
     assert run_workers(draw, 2, True) == run_workers(draw, 2, False)
 
 
-def look_up_nonsense() -> None:
+def look_up_nonsense(kind: type[Exception]) -> None:
     import parallax
 
     torch.manual_seed(0)
@@ -431,13 +431,22 @@ def look_up_nonsense() -> None:
     loader = session.shard(DataLoader(Samples(Script()), BATCH), split=True)
     for number, (windows, tags, marks) in enumerate(loader):
         if number == 3 and session.rank == 1:
-            tags = tags + ROWS
+            tags = tags + ROWS if kind is IndexError else tags.double()
         model(windows, tags, marks).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def test_a_bad_id_that_was_not_foreseen_is_raised_on_all_workers() -> None:
-    for outcome in outcomes_of(look_up_nonsense, 3):
-        assert isinstance(outcome.error, IndexError), outcome.trace
-        assert "worker 1 is out of range for table 'tags.weight'" in str(outcome.error)
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (IndexError, "worker 1 is out of range for table 'tags.weight'"),
+        (TypeError, "the ids on worker 1 for table 'tags.weight' must be a tensor of int64"),
+    ],
+)
+def test_bad_ids_that_were_not_foreseen_are_raised_on_all_workers(
+    kind: type[Exception], says: str
+) -> None:
+    for outcome in outcomes_of(look_up_nonsense, 3, kind):
+        assert type(outcome.error) is kind, outcome.trace
+        assert says in str(outcome.error)

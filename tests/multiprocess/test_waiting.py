@@ -235,6 +235,30 @@ def test_bad_ids_of_an_all_reduced_table_raise_on_every_worker_too() -> None:
         assert "id 30 on worker 1 is out of range for table 'table.weight'" in str(outcome.error)
 
 
+def die_after_a_bad_id(steps: int) -> None:
+    """Worker 1 has a bad id, goes on without it, and is killed later."""
+    import parallax
+
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS)
+    if session.rank == 1:
+        with pytest.raises(IndexError, match="id 30 on worker 1"):
+            model(torch.tensor([30]))
+    model(torch.tensor([1])).backward()
+    train(model, optimizer, steps)
+    if session.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_bad_id_that_is_over_explains_no_later_failure(steps: int) -> None:
+    outcomes = outcomes_of(die_after_a_bad_id, 2, steps)
+    assert isinstance(outcomes[0].error, WorkerLostError), errors(outcomes)
+    assert "worker 1 ended or cannot be reached" in str(outcomes[0].error)
+
+
 def different(what: str) -> None:
     import parallax
 

@@ -7,13 +7,22 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from parallax.exchange.helper import Helper
 
 BEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """An error of a worker that the others should raise too."""
+
+    kind: str
+    """The name of its type."""
+    text: str
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Sighting:
     beat: int
     where: str
     waits: bool
-    failure: str | None
+    report: Report | None
 
     def __str__(self) -> str:
         return f"worker {self.rank} {'is in' if self.waits else 'was last in'} {self.where}"
@@ -50,7 +59,8 @@ class Board:
         self._num_workers = num_workers
         self._where: object = "the start"
         self._waits = False
-        self._failure: str | None = None
+        self._report: Report | None = None
+        self._reporter = 0
         self._beat = 0
         self._stop = threading.Event()
         self._post()
@@ -63,10 +73,16 @@ class Board:
     def leave(self) -> None:
         self._waits = False
 
-    def fail(self, failure: str) -> None:
-        """Leave word of an error that the others should raise too."""
-        self._failure = failure
+    def fail(self, report: Report) -> None:
+        """Post an error that the others should raise too."""
+        self._report, self._reporter = report, threading.get_ident()
         self._post()
+
+    def recover(self) -> None:
+        """Withdraw the error if this thread reported it: its script has gone on after it."""
+        if self._report is not None and self._reporter == threading.get_ident():
+            self._report = None
+            self._post()
 
     def close(self) -> None:
         self._where, self._waits = "the end of its session", False
@@ -99,7 +115,8 @@ class Board:
 
     def _post(self) -> bool:
         self._beat += 1
-        note = json.dumps([self._beat, str(self._where), self._waits, self._failure])
+        report = self._report and astuple(self._report)
+        note = json.dumps([self._beat, str(self._where), self._waits, report])
         try:
             self._store.set(f"board/{self._rank}", note)
         except (RuntimeError, OSError):
@@ -111,7 +128,7 @@ class Board:
         try:
             if not self._store.check([f"board/{rank}"]):
                 return None
-            beat, where, waits, failure = json.loads(self._store.get(f"board/{rank}"))
+            beat, where, waits, report = json.loads(self._store.get(f"board/{rank}"))
         except (RuntimeError, OSError, ValueError):
             return None
-        return Sighting(rank, beat, where, waits, failure)
+        return Sighting(rank, beat, where, waits, report and Report(*report))

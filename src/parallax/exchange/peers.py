@@ -25,7 +25,7 @@ from parallax.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from parallax.exchange.board import Board
+from parallax.exchange.board import Board, Report
 from parallax.exchange.detour import Detours
 from parallax.exchange.header import (
     FIRST_ROOM,
@@ -152,6 +152,8 @@ class Peers:
     def next_step(self) -> None:
         self.step += 1
         self._ordinals.clear()
+        if self._board is not None:
+            self._board.recover()
 
     def operation(self, verb: Verb, subject: str) -> Operation:
         """The next operation of this kind in this step."""
@@ -348,13 +350,19 @@ class Peers:
             if isinstance(explained, PeerError):
                 explained.step = self.step
             raise explained from error
+        else:
+            self._board.recover()
         finally:
             self._board.leave()
 
     def report(self, error: IndexError | TypeError) -> None:
-        """Have the others raise this error too, when their waits for this worker break."""
+        """Have the others raise this error too, when their waits for this worker break.
+
+        It holds until a later wait or step of this worker succeeds.
+        """
         if self._board is not None:
-            self._board.fail(str(error))
+            kind = "TypeError" if isinstance(error, TypeError) else "IndexError"
+            self._board.fail(Report(kind, str(error)))
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for an operation; the group's own timeout ends it."""
@@ -364,11 +372,12 @@ class Peers:
 
     def _explained(
         self, error: RuntimeError, where: str, waited_seconds: float
-    ) -> PeerError | IndexError:
+    ) -> PeerError | IndexError | TypeError:
         assert self._board is not None
-        reported = [s.failure for s in self._board.sightings() if s.failure is not None]
+        reported = [s.report for s in self._board.sightings() if s.report is not None]
         if reported:
-            return IndexError(reported[0])
+            kind = TypeError if reported[0].kind == "TypeError" else IndexError
+            return kind(reported[0].text)
         silent = self._board.silent()
         sightings = self._board.sightings()
         me = f"worker {self.rank} waited {waited_seconds:.0f} s in {where}"
