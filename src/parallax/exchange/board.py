@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store  # type: ignore[attr-defined]
 
 from parallax.exchange.helper import Helper
 
+_log = logging.getLogger("parallax")
 BEAT_SECONDS = 1.0
+_STORE_IS_GONE = (DistNetworkError, ConnectionError)
+"""What a store raises whose server has ended; a client does not connect again."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Board:
         self._report: Report | None = None
         self._reporter = 0
         self._beat = 0
+        self._has_told = False
         self._stop = threading.Event()
         self._post()
         self._helper = Helper("parallax-board", self._run, self._stop.set)
@@ -109,20 +113,33 @@ class Board:
     def _run(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
             self._post()
-            with suppress(RuntimeError, OSError):  # There is nobody any more who would ask.
+            try:
                 self._on_beat()
+            except _STORE_IS_GONE:
+                pass  # The next note ends the thread.
+            except Exception as error:
+                self._tell("could not answer the other workers", error)
         self._post()
 
     def _post(self) -> bool:
+        """Renew the note. Returns whether there is still a store; without one, the thread ends."""
         self._beat += 1
-        report = self._report and astuple(self._report)
-        note = json.dumps([self._beat, str(self._where), self._waits, report])
         try:
+            report = self._report and astuple(self._report)
+            note = json.dumps([self._beat, str(self._where), self._waits, report])
             self._store.set(f"board/{self._rank}", note)
-        except (RuntimeError, OSError):
+        except _STORE_IS_GONE:
             self._stop.set()  # there is nobody to tell any more
             return False
+        except Exception as error:
+            self._tell("could not post that it is alive", error)
         return True
+
+    def _tell(self, what: str, error: Exception) -> None:
+        """Log an unexpected error, once: heartbeats go on, or this worker would seem lost."""
+        if not self._has_told:
+            self._has_told = True
+            _log.warning("worker %d %s and goes on", self._rank, what, exc_info=error)
 
     def _read(self, rank: int) -> Sighting | None:
         try:
