@@ -1,12 +1,23 @@
-"""A backward from its first gradient to its last: what is reduced, and with which weight."""
+"""A backward from its first gradient to its last: what is reduced, and with which weight.
+
+[Note: nesting] A checkpoint with `use_reentrant=True` runs a backward of its own inside a node of
+the outer one. A callback that is queued there is called when the inner one ends, in which the outer
+node is still the current one. The nodes that follow it belong to the outer backward, so a hook on
+them queues the callback anew. Gradients are reduced where no node is current: once, at the end of
+the outermost backward. The callback's life tells whether a backward still runs: one that has raised
+leaves none behind.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -109,6 +120,10 @@ class Backward:
         self._buffers = buffers
         self._buffer_versions: list[tuple[int, int]] = []
         self._active = False
+        self._task = -1
+        """The call of autograd's engine that the last gradient came from."""
+        self._ends: list[weakref.ref[partial[None]]] = []
+        """Callbacks that engine calls of this backward hold; they die with their calls."""
         self._syncs = True
         self._scale = 1.0
         self._unsynced = False
@@ -117,13 +132,19 @@ class Backward:
 
     def begin(self) -> float:
         """Called by either route for each gradient; says its scale."""
+        if self._active and not any(end() for end in self._ends):
+            self._abandon()
         if not self._active:
-            self._active = True
+            self._active, self._task = True, -1
+            self._ends.clear()
             self._scale = self._weight.scale()
-            if self._syncs:
+            if self._syncs and self.dense.starts_early:
                 self._arm()
             self._began = time.perf_counter()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._queue_end()
         return self._scale
 
     @contextmanager
@@ -137,9 +158,8 @@ class Backward:
 
     def catch_up(self, seen: int) -> None:
         """Before a step: reduce what no backward since reduction number `seen` has."""
-        if self._active:  # an exception left the last backward in the middle
-            self._active = False
-            self._unsynced = True
+        if self._active:
+            self._abandon()
         if self._unsynced or self.count == seen:
             self._arm()
             self._reduce(0.0)
@@ -148,15 +168,52 @@ class Backward:
         self.before_reduction()
         self.dense.arm()
 
+    def _abandon(self) -> None:
+        """An exception has ended the last backward. Its gradients go with the next one's."""
+        self._active = False
+        self._unsynced = True
+        if self.dense.is_armed:
+            # If it did not end on all workers, the next reduction's header shows it.
+            self._peers.operation(Verb.REDUCTION, REDUCTION)
+            self.dense.abandon()
+
+    def _queue_end(self) -> None:
+        """Have autograd call `_end` when the engine call that runs now has finished."""
+        end = partial(self._end)
+        self._ends.append(weakref.ref(end))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
     def _end(self) -> None:
-        """Called by autograd when the backward has run."""
+        """Called by autograd when an engine call of the backward has finished."""
+        if not self._active:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self.dense.nests()
+            self._follow(node)
+            return
         try:
             if self._syncs:
+                if not self.dense.is_armed:
+                    self._arm()
                 self._reduce(time.perf_counter() - self._began if self._is_clocked else 0.0)
             else:
                 self._unsynced = True
         finally:
             self._active = False
+
+    def _follow(self, node: torch.autograd.graph.Node) -> None:
+        """Notice the end of the backward in which `node` ran this one. See [Note: nesting]."""
+        handles: list[Any] = []
+
+        def resumed(_: object) -> None:
+            for handle in handles:
+                handle.remove()
+            if self._active:
+                self._queue_end()
+
+        following = {id(each): each for each, _ in node.next_functions if each is not None}
+        handles += [each.register_prehook(resumed) for each in following.values()]
 
     def _reduce(self, backward_seconds: float) -> None:
         """Bring every worker's gradients together. See [Note: arming] in dense.py.

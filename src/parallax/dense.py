@@ -7,6 +7,12 @@ on that parameter. At the end of the backward, parameters that got no gradient i
 zero one, so that the reducer always finishes; one that has no gradient on any worker gets its
 None back. Each reduction therefore averages exactly what is in `.grad` on every worker.
 
+[Note: deferring] The reducer takes one gradient of a parameter in a backward, but a parameter that
+two reentrant checkpoints share gets two. Where backwards nest, the reducer is therefore armed at
+the end only, when all gradients have come; it gets them in the order in which they came, of which
+it makes its buckets. The first backward shows whether backwards nest, so it is reduced at its end
+too. A backward that raises leaves a reducer that waits for the rest: the next one gets a new one.
+
 [Note: scale] Worker i's mean loss counts n_i/Σn. The reducer averages over N workers, so worker i
 multiplies its gradients by n_i·N/Σn, as they arrive and only if that is not 1. Gradients that are
 accumulated over several backwards keep each its own weight, and reducing twice changes nothing,
@@ -20,7 +26,7 @@ would change under a script that keeps a gradient while the next backward runs.
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,6 +35,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from parallax import cost
+from parallax.errors import UnsupportedError
 from parallax.exchange.direct import DirectSums
 from parallax.exchange.peers import Peers, communicating
 
@@ -55,7 +62,10 @@ class DenseRoute:
         self._order = order  # the same on every worker, whenever a parameter was adopted
         self._strays: set[str] = set()
         self._handles: dict[str, list[Any]] = {}
-        self._fired: set[str] = set()
+        self._fired: dict[str, None] = {}
+        """Parameters whose gradients have come since the reducer was armed, in order."""
+        self._came_before: list[str] = []
+        """The same of those that had come when it was armed."""
         self._reduced: list[str] = []
         self._sent_bytes: dict[str, float] = {}
         self._engine: DistributedDataParallel | None = None
@@ -67,6 +77,19 @@ class DenseRoute:
         """Whether all that is reduced goes directly. See [Note: direct] in direct.py."""
         self._summed: list[Future[None]] = []
         self._completing = False
+        self.is_armed = False
+        """The reducer expects gradients."""
+        self._has_reduced = False
+        self._is_nested = False
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether to arm with the first gradient, not the last. See [Note: deferring]."""
+        return self._has_reduced and not self._is_nested
+
+    def nests(self) -> None:
+        """A backward ran inside another one."""
+        self._is_nested = True
 
     def adopt(self, name: str, parameter: nn.Parameter, *, stray: bool = False) -> None:
         """Take a parameter in. A stray is not in the reducer before the next step."""
@@ -98,6 +121,8 @@ class DenseRoute:
 
     def arm(self) -> None:
         """Make the reducer expect gradients. See [Note: arming]."""
+        self.is_armed = True
+        self._came_before = list(self._fired)
         self._fired.clear()
         wanted = [name for name in self._order if self._is_reduced(name)]
         if wanted != self._reduced:
@@ -109,13 +134,24 @@ class DenseRoute:
                 reducer._rebuild_buckets()
             reducer.prepare_for_backward([])
 
+    def abandon(self) -> None:
+        """Forget a backward that has raised: its reducer would wait for the rest of it."""
+        self._drop_engine()
+        self._works, self._summed = [], []
+        self.is_armed = False
+
     def complete(self) -> None:
         """Give parameters without a gradient in this backward a zero one."""
-        missing = [self.parameters[name] for name in self._reduced if name not in self._fired]
+        left = dict.fromkeys(name for name in self._reduced if name not in self._fired)
+        ordered = [name for name in self._came_before if left.pop(name, name) is None]
+        # Autograd takes the view first that was made last.
+        missing = [self.parameters[name] for name in [*left, *reversed(ordered)]]
         if missing:
             self._completing = True
+            where = f"the all-reduce of dense gradients in step {self._peers.step}"
             try:
-                with torch.enable_grad():
+                # With the last of them the reducer waits for all buckets.
+                with self._peers.waiting(where), communicating(), torch.enable_grad():
                     torch.autograd.backward(
                         [parameter.view_as(parameter) for parameter in missing],
                         [torch.zeros_like(parameter) for parameter in missing],
@@ -135,6 +171,8 @@ class DenseRoute:
                 each.result()
         if self._engine is not None:
             self._peers.ledger.add_shared(self._sent_bytes, time.perf_counter() - start)
+        self.is_armed = False
+        self._has_reduced = True
 
     def forget(self, names: list[str]) -> None:
         """Parameters that have no gradient on any worker have none here either."""
@@ -181,7 +219,9 @@ class DenseRoute:
                 parameter.grad = parameter.grad.to_dense()  # the reducer takes dense ones only
             if not self._completing:
                 self._begin()
-                self._fired.add(name)
+                if self.is_armed and self._engine is not None and name in self._fired:
+                    self._refuse_second(name)
+                self._fired[name] = None
 
         # Frozen parameters have hooks too, for the day they are unfrozen.
         needs = parameter.requires_grad
@@ -191,6 +231,14 @@ class DenseRoute:
             parameter.register_post_accumulate_grad_hook(arrived),
         ]
         parameter.requires_grad_(needs)
+
+    def _refuse_second(self, name: str) -> NoReturn:
+        self._is_nested = True
+        raise UnsupportedError(
+            f"parameter {name!r} got two gradients in one backward, as one does that several "
+            "checkpoints with use_reentrant=True share, and no earlier backward had such "
+            "checkpoints. Use them from the first backward on, or use_reentrant=False"
+        )
 
     def _unhook(self, name: str) -> None:
         for handle in self._handles.pop(name):
