@@ -148,9 +148,13 @@ class Course:
     def _watching(self) -> Watch:
         watch = Watch.open(self._config.run_dir, self._peers)
         if watch.is_on:
-            watch.start(self._hosts, self._device)
-            watch.cluster = self._measure(link_rate())
-            watch.plan(self._plan, 0, "as the model and its optimizers have it")
+            try:
+                watch.start(self._hosts, self._device)
+                watch.cluster = self._measure(link_rate())
+                watch.plan(self._plan, 0, "as the model and its optimizers have it")
+            except BaseException:
+                watch.close()
+                raise
         return watch
 
     def _measure(self, known_rate: float | None = None) -> Cluster | None:

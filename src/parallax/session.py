@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -98,17 +98,12 @@ class Session:
             refuse_unsupported(model)
             refuse_early_steps(model)
         plan = make_plan(self._facts, self._updaters(), config, self.num_workers)
-        self._groups = self._gather()
-        self._peers = self._meet(plan)
-        self._neighbours = self._find_neighbours(plan)
-        self._course = Course(
-            plan, config, self._peers, self._neighbours, self.hosts, self._device()
-        )
-        self._progress = Progress(config, self._resume_dir, self._peers, optimizers, self._contents)
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
         self._have_stepped: set[int] = set()
-        self._join()
+        with ExitStack() as made:  # An error undoes what there is so far: another may begin.
+            self._set_up(plan, made)
+            made.pop_all()
         self._log_plan()
         self._progress.follow(self._backward)
         _sessions.add(self)
@@ -263,6 +258,15 @@ class Session:
         if self not in _sessions:
             return
         _sessions.discard(self)
+        self._leave()
+        self._foresight.close()
+        self._peers.close()
+        self._groups.close()
+        self._progress.close()
+        self._course.close()
+
+    def _leave(self) -> None:
+        """Give model and optimizers back; tables of which other workers have rows stay tables."""
         for handle in self._handles:
             handle.remove()
         for step in self._row_steps.values():
@@ -274,11 +278,6 @@ class Session:
                 values = table.values("close")
                 make_plain(table.parameter)
                 set_data(table.parameter, values)
-        self._foresight.close()
-        self._peers.close()
-        self._groups.close()
-        self._progress.close()
-        self._course.close()
 
     def __enter__(self) -> Session:
         return self
@@ -296,6 +295,24 @@ class Session:
 
     # Joining ------------------------------------------------------------------------------
 
+    def _set_up(self, plan: Plan, made: ExitStack) -> None:
+        """Join the others and put every parameter on its route; `made` undoes it."""
+        self._groups = self._gather()
+        made.callback(self._groups.close)
+        self._peers = self._introduced(plan)
+        made.callback(self._peers.close)
+        self._compare(plan)
+        self._neighbours = self._find_neighbours(plan)
+        self._course = Course(
+            plan, self.config, self._peers, self._neighbours, self.hosts, self._device()
+        )
+        made.callback(self._course.close)
+        self._progress = Progress(
+            self.config, self._resume_dir, self._peers, self.optimizers, self._contents
+        )
+        made.callback(self._progress.close)
+        self._join(made)
+
     def _gather(self) -> Groups:
         """Join the other workers."""
         if self.num_workers > 1:
@@ -308,8 +325,8 @@ class Session:
             _log.info("worker %d: LOCAL_RANK is %d, on its host it is %d", self.rank, given, found)
         return groups
 
-    def _meet(self, plan: Plan) -> Peers:
-        """See that the other workers have the same model."""
+    def _introduced(self, plan: Plan) -> Peers:
+        """The other workers, and what can be told to them."""
         store = self._groups.store
         board = detours = None
         if store is not None:
@@ -334,9 +351,12 @@ class Session:
             max_counts=max(1, len(tables)), num_flags=2 * len(names) + len(tables) + 2
         )
         peers.name_subjects([*names, REDUCTION, AHEAD, checkpoint.SAVING, checkpoint.LOADING])
-        if store is not None:
-            placement.compare(self._description(plan), peers, store)
         return peers
+
+    def _compare(self, plan: Plan) -> None:
+        """See that the other workers have the same model."""
+        if self._groups.store is not None:
+            placement.compare(self._description(plan), self._peers, self._groups.store)
 
     def _find_neighbours(self, plan: Plan) -> Neighbours:
         ranks = self.hosts.workers[self.hosts.index]
@@ -346,8 +366,11 @@ class Session:
         is_on = is_on and any(p.shape[0] for p in tables)
         return Neighbours(self._peers, inside, self.hosts, is_on=is_on)
 
-    def _join(self) -> None:
+    def _join(self, made: ExitStack) -> None:
         """Put every parameter on its route."""
+        self._tables: dict[str, TableRows] = {}
+        self._row_steps: dict[int, RowStep] = {}
+        self._handles: list[Any] = []
         names, plan = [fact.name for fact in self._facts], self._course.plan
         self._weight = Weight(self._peers)
         self._backward = Backward(self._peers, self._weight, names, self._buffers, self._device())
@@ -364,15 +387,14 @@ class Session:
         self._backward.neighbours = self._neighbours
         self._backward.num_partitions = lambda: self._course.num_partitions
         self._backward.observed = self._observed
+        made.callback(self._leave)
         placement.make_real(self.model, self._facts, plan, self._device(), self.optimizers)
         placement.spread(self._facts, plan, self._buffers(), self._peers)
         self._backward.buffers_settled(self._buffers())
-        self._tables: dict[str, TableRows] = {}
-        self._place_parameters(dense)
+        self._place_parameters(dense, made)
         self._backward.tables = self._tables
         self._row_steps = {id(each): RowStep(each) for each in self.optimizers}
         sharded = {id(table.parameter) for table in self._tables.values()}
-        self._handles: list[Any] = []
         if self.num_workers > 1:
             self._handles += guard_copies(self.model, sharded, self._peers)
         for each in self.optimizers:
@@ -382,7 +404,7 @@ class Session:
             self._handles.append(each.register_state_dict_pre_hook(swap_back))
             self._handles.append(each.register_load_state_dict_pre_hook(swap_back))
 
-    def _place_parameters(self, dense: DenseRoute) -> None:
+    def _place_parameters(self, dense: DenseRoute, made: ExitStack) -> None:
         foresight = self._foresight = Foresight(
             self._peers,
             self._neighbours,
@@ -391,6 +413,7 @@ class Session:
             # NCCL's groups must be used in one order, which two threads do not have.
             is_early=self._device().type == "cpu",
         )
+        made.callback(foresight.close)
         hooks = Hooks(self._backward.begin, self._left, self._neighbours, foresight.looked_up)
         self._backward.blind, self._backward.settle = foresight.blind, foresight.settle
         if self._peers.detours is not None:
@@ -400,15 +423,24 @@ class Session:
             if route in (Route.SHARDED, Route.OBSERVED):
                 table = TableRows(fact.name, fact.parameter, self._peers, hooks)
                 self._tables[fact.name] = table
-                if route is Route.SHARDED:
-                    placement.place_table(table, fact, self.config, self._device(), self._peers)
-                    self._shard_state(table)
             elif route is not Route.LOCAL:
                 dense.adopt(fact.name, fact.parameter)
+        self._place_tables(made)
         self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
         self._rules = {name: updater.rule for name, updater in self._updaters().items()}
         self._movable = {n: t for n, t in self._tables.items() if self._may_move(n)}
         self._course.start(self._tables, self._movable, self._move)
+
+    def _place_tables(self, made: ExitStack) -> None:
+        """Those on the meta device first: their start values may be wrong, and they can go back."""
+        sharded = [f for f in self._facts if self._course.plan[f.name].route is Route.SHARDED]
+        for fact in sorted(sharded, key=lambda fact: not fact.parameter.is_meta):
+            table = self._tables[fact.name]
+            if fact.parameter.is_meta:
+                made.callback(_make_meta, table)
+            placement.place_table(table, fact, self.config, self._device(), self._peers)
+        for fact in sharded:
+            self._shard_state(self._tables[fact.name])
 
     def _may_move(self, name: str) -> bool:
         """Whether a table's route is the plan's to change: only where both give one result."""
@@ -653,6 +685,14 @@ def _closure_run(
     with torch.enable_grad():
         loss = closure()
     return args[:offset], {**kwargs, "closure": lambda: loss}
+
+
+def _make_meta(table: TableRows) -> None:
+    """Turn a table back that was on the meta device before it was placed."""
+    table.release()
+    table.shard = None
+    make_plain(table.parameter)
+    set_data(table.parameter, torch.empty_like(table.parameter, device="meta"))
 
 
 def _detached(value: object) -> Any:

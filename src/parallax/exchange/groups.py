@@ -61,7 +61,11 @@ class Groups:
         self.hosts = Hosts.of(arrivals, place.rank)
         self.device_type = self._agreed(arrivals)
         if place.num_workers > 1:
-            self._make(base)
+            try:
+                self._make(base)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         dense, ahead = (self.dense, self.sums), (self.ahead, self.control_ahead)
