@@ -38,6 +38,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+Amount = TypeVar("Amount", int, Any)
+"""A number, or an array of numbers."""
 
 ID_BYTES = 4
 """An id travels as its place in the owner's shard, 32 bits."""
@@ -178,12 +182,12 @@ def allreduce_bytes(size_bytes: float, num_workers: int) -> float:
     return 2 * size_bytes * (num_workers - 1) / num_workers
 
 
-def pull_bytes(asked_rows: int, served_rows: int, row_bytes: int) -> int:
+def pull_bytes(asked_rows: Amount, served_rows: Amount, row_bytes: Amount) -> Amount:
     """Sent by a worker that asks others for some rows and serves others some."""
     return asked_rows * ID_BYTES + served_rows * row_bytes
 
 
-def push_bytes(pushed_rows: int, row_bytes: int) -> int:
+def push_bytes(pushed_rows: Amount, row_bytes: Amount) -> Amount:
     """Sent by a worker that pushes the gradients of rows which others own."""
     return pushed_rows * (row_bytes + ID_BYTES)
 

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from parallax.cluster import link_rate
+from parallax.comm import links
+from parallax.comm.host_merge import HostMerge
+from parallax.comm.peers import Peers
 from parallax.config import Config
 from parallax.cost import Cluster
-from parallax.exchange import links
-from parallax.exchange.neighbours import Neighbours
-from parallax.exchange.peers import Peers
 from parallax.hosts import Hosts
 from parallax.plan import Plan, Route
-from parallax.replan import Decisions, Replanner
-from parallax.sparse import TableRows
+from parallax.replan import Decisions, Replanner, RoutedTable
 from parallax.tuner import Tuner
 from parallax.watch import Watch
 
@@ -35,39 +34,41 @@ class Course:
         plan: Plan,
         config: Config,
         peers: Peers,
-        neighbours: Neighbours,
+        host_merge: HostMerge,
         hosts: Hosts,
         device: torch.device,
     ) -> None:
         self._config = config
         self._peers = peers
-        self._neighbours = neighbours
+        self._host_merge = host_merge
         self._hosts = hosts
         self._device = device
-        self._tables: Mapping[str, TableRows] = {}
+        self._tables: Mapping[str, RoutedTable] = {}
+        self._movable: dict[str, RoutedTable] = {}
         self._is_paced_anew = False
         """Workers are not as fast as they were when this run began, or an earlier one."""
         self._tuner = Tuner(peers, config.min_partitions, self._kept_partitions, self._tuned)
         self._plan = replace(
             plan,
-            num_hosts=len(hosts) if neighbours.is_on else None,
+            num_hosts=len(hosts) if host_merge.is_on else None,
             num_partitions=self._tuner.number,
         )
         self._watch = self._watching()
 
     def start(
         self,
-        tables: Mapping[str, TableRows],
-        movable: Mapping[str, TableRows],
-        move: Callable[[TableRows, Route, str], None],
+        tables: Mapping[str, RoutedTable],
+        movable: dict[str, RoutedTable],
+        move: Callable[[Any, Route, str], None],
     ) -> None:
         """Parameters are on their routes. `move` brings one of the movable ones to another."""
         self._tables = tables
+        self._movable = movable
         self._move_table = move
         self._replanner = Replanner(
             self._peers,
             movable,
-            self._neighbours,
+            self._host_merge,
             lambda: self._plan,
             Decisions(
                 self._move,
@@ -103,10 +104,14 @@ class Course:
         """A parameter has come to another route."""
         self._change(self._plan.routed(name, route, why), f"{name!r}: {why}")
 
+    def hold(self, name: str) -> None:
+        """Never move this table again."""
+        self._movable.pop(name, None)
+
     def end_step(self) -> None:
         """A step is over, and in the ledger."""
         self._watch.end_step()
-        self._tuner.end_step(self._peers.ledger.steps[-1].seconds)
+        self._tuner.end_step(self._peers.ledger.records[-1].seconds)
 
     def look(self, reductions: int) -> None:
         """All optimizers have stepped since the last time: the plan may change now.
@@ -124,14 +129,14 @@ class Course:
         self._plan = plan
         self._watch.plan(plan, self._peers.step, why)
 
-    def _move(self, table: TableRows, route: Route, why: str) -> None:
+    def _move(self, table: RoutedTable, route: Route, why: str) -> None:
         """The steps have shown that another route moves fewer bytes."""
         self._tune()
         self._move_table(table, route, why)
 
     def _merge(self, together: bool, why: str) -> None:
         """The steps have shown how much the rows are the same that workers of a host want."""
-        self._neighbours.is_on = together
+        self._host_merge.is_on = together
         self._tune()
         how = "workers of a host ask together" if together else "workers ask each for itself"
         num_hosts = len(self._hosts) if together else None
@@ -198,7 +203,7 @@ class Course:
         }
         return {
             "workers": [len(ranks) for ranks in self._hosts.workers],
-            "together": self._neighbours.is_on,
+            "together": self._host_merge.is_on,
             "tables": tables,
             "wire": self._config.wire,
             "device": self._device.type,

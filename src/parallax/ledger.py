@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(slots=True)
 class Entry:
@@ -52,6 +55,24 @@ class Entry:
 
 
 _ENTRIES = tuple(each.name for each in fields(Entry))
+_NUMBERS = {name: number for number, name in enumerate(_ENTRIES)}
+
+Blocks = dict[tuple[str, ...], NDArray[np.float64]]
+"""Amounts of several parameters at once: (names) → an array by field of `Entry` and parameter."""
+
+
+def _fold(blocks: Blocks, entries: dict[str, Entry]) -> None:
+    """Add blocks to entries, and clear them."""
+    for names, block in blocks.items():
+        for name, amounts in zip(names, block.T.tolist(), strict=True):
+            if any(amounts):
+                entry = Entry(*amounts)
+                if name in entries:
+                    entries[name].add(entry)
+                else:
+                    entries[name] = entry
+    blocks.clear()
+
 
 COUNTERS = ("header_seconds", "header_bytes", "local_seconds", "local_bytes")
 """Of a record: what belongs to no parameter."""
@@ -83,21 +104,28 @@ class Record:
     is_interrupted: bool = False
     """An evaluation took place in it, so its seconds are not those of a step."""
     parameters: dict[str, Entry] = field(default_factory=dict)
+    blocks: Blocks = field(default_factory=dict, repr=False, compare=False)
+    """What `parameters` will have more, once somebody reads it."""
 
     @property
     def waiting_seconds(self) -> float:
         """Time that this worker stood waiting for others."""
-        exchanges = sum(entry.seconds for entry in self.parameters.values())
-        return self.header_seconds + self.local_seconds + exchanges
+        return self.header_seconds + self.local_seconds + self._sum("seconds")
 
     @property
     def sent_bytes(self) -> float:
-        return sum(entry.sent_bytes for entry in self.parameters.values())
+        return self._sum("sent_bytes")
+
+    def _sum(self, name: str) -> float:
+        blocks = sum(float(block[_NUMBERS[name]].sum()) for block in self.blocks.values())
+        return blocks + float(sum(getattr(entry, name) for entry in self.parameters.values()))
 
     def as_dict(self) -> dict[str, Any]:
         """As `asdict` has it."""
         parameters = {name: entry.as_dict() for name, entry in self.parameters.items()}
-        return {**vars(self), "parameters": parameters}
+        found = {**vars(self), "parameters": parameters}
+        del found["blocks"]
+        return found
 
 
 class Ledger:
@@ -106,12 +134,14 @@ class Ledger:
 
     `header_bytes` and `header_seconds` count the small messages that precede exchanges and belong
     to no parameter; a worker that is ahead of the others waits for them there. `local_bytes` and
-    `local_seconds` count rows that go between workers of one host. See [Note: neighbours].
+    `local_seconds` count rows that go between workers of one host. See [Note: speakers].
     """
 
     def __init__(self, max_steps: int = 1000) -> None:
-        self.steps: deque[Record] = deque(maxlen=max_steps)
-        self.totals: dict[str, Entry] = {}
+        self.records: deque[Record] = deque(maxlen=max_steps)
+        """The newest steps; only `steps` has their `parameters`."""
+        self._totals: dict[str, Entry] = {}
+        self._total_blocks: Blocks = {}
         self.evaluation: dict[str, Entry] = {}
         self.num_steps = 0
         self.header_bytes = 0
@@ -121,6 +151,19 @@ class Ledger:
         self._closed = dict.fromkeys(COUNTERS, 0.0)
         self._open = Record(step=0)
         self._opened = time.perf_counter()
+
+    @property
+    def steps(self) -> deque[Record]:
+        """The newest steps, one by one."""
+        for record in self.records:
+            _fold(record.blocks, record.parameters)
+        return self.records
+
+    @property
+    def totals(self) -> dict[str, Entry]:
+        """Sums over all steps, by parameter."""
+        _fold(self._total_blocks, self._totals)
+        return self._totals
 
     def begin(self) -> None:
         """The first step begins: what was exchanged to set up belongs to none."""
@@ -136,18 +179,21 @@ class Ledger:
         for name, amount in amounts.items():
             setattr(entry, name, getattr(entry, name) + amount)
 
-    def add_shared(self, sent_bytes: Mapping[str, float], seconds: float) -> None:
+    def add_rows(self, names: tuple[str, ...], **amounts: NDArray[np.generic]) -> None:
+        """Write amounts of several parameters, an array by parameter for each field."""
+        block = self._open.blocks.get(names)
+        if block is None:
+            block = self._open.blocks[names] = np.zeros((len(_ENTRIES), len(names)))
+        for name, values in amounts.items():
+            block[_NUMBERS[name]] += values
+
+    def add_shared(
+        self, names: tuple[str, ...], sent_bytes: NDArray[np.float64], seconds: float
+    ) -> None:
         """Write an exchange of several parameters: as many bytes came of each, and the time that
         it was waited for is shared out by them."""
-        entries, seconds = self._open.parameters, seconds / max(sum(sent_bytes.values()), 1)
-        for name, size in sent_bytes.items():
-            entry = entries.get(name)
-            if entry is None:
-                entries[name] = Entry(size, size, size * seconds)
-            else:
-                entry.sent_bytes += size
-                entry.received_bytes += size
-                entry.seconds += size * seconds
+        share = seconds * sent_bytes / max(float(sent_bytes.sum()), 1.0)
+        self.add_rows(names, sent_bytes=sent_bytes, received_bytes=sent_bytes, seconds=share)
 
     def add_samples(self, number: float) -> None:
         self._open.samples += number
@@ -165,6 +211,7 @@ class Ledger:
         try:
             yield
         finally:
+            _fold(self._open.blocks, self._open.parameters)
             _add_all(self._open.parameters, self.evaluation)
             self._open, step.is_interrupted = step, True
             self._opened += time.perf_counter() - start
@@ -188,8 +235,9 @@ class Ledger:
             so_far = float(getattr(self, name))
             setattr(self._open, name, so_far - self._closed[name])
             self._closed[name] = so_far
-        _add_all(self._open.parameters, self.totals)
-        self.steps.append(self._open)
+        _add_all(self._open.parameters, self._totals)
+        _add_blocks(self._open.blocks, self._total_blocks)
+        self.records.append(self._open)
         self.num_steps += 1
         self._open = Record(step=self.num_steps)
         self._opened = now
@@ -199,13 +247,16 @@ class Ledger:
 
         Those in which an evaluation took place are left out, if there are others.
         """
-        newest = list(self.steps)[-num_steps:]
+        newest = list(self.records)[-num_steps:]
         newest = [record for record in newest if not record.is_interrupted] or newest
         if not newest:
             return None
         sums: dict[str, Entry] = {}
+        blocks: Blocks = {}
         for record in newest:
             _add_all(record.parameters, sums)
+            _add_blocks(record.blocks, blocks)
+        _fold(blocks, sums)
         means = {
             name: sum(getattr(record, name) for record in newest) / len(newest) for name in AMOUNTS
         }
@@ -232,3 +283,9 @@ def _add_all(entries: Mapping[str, Entry], totals: dict[str, Entry]) -> None:
             totals[name] = replace(entry)
         else:
             total.add(entry)
+
+
+def _add_blocks(blocks: Blocks, totals: Blocks) -> None:
+    for names, block in blocks.items():
+        total = totals.get(names)
+        totals[names] = block.copy() if total is None else total + block

@@ -12,12 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from parallax import checkpoint
-from parallax.backward import Backward
 from parallax.beacon import Beacon
 from parallax.cluster import step_file
+from parallax.comm.peers import Peers
 from parallax.config import Config
 from parallax.data import Epochs, Feed, Loaders
-from parallax.exchange.peers import Peers
 
 _log = logging.getLogger("parallax")
 
@@ -63,11 +62,14 @@ class Progress:
             self.loaders.are_in_use,
         )
 
-    def follow(self, backward: Backward) -> None:
-        """See its reductions: time travels in their headers, and they are save points."""
+    def wants_save(self) -> bool:
+        """Whether this worker calls all to a save after this step."""
+        return self._autosave is not None and self._autosave.call()
+
+    def before_reduction(self) -> None:
+        """The gradients of all workers begin to come together: a save point."""
         if self._autosave is not None:
-            backward.call = self._autosave.call
-            backward.before_reduction = self._autosave.before_reduction
+            self._autosave.before_reduction()
 
     def feed_of(self, loader: DataLoader[Any]) -> Feed:
         return self.loaders.feed_of(loader, self._new_feed)
@@ -84,10 +86,10 @@ class Progress:
 
     # While training -----------------------------------------------------------------------
 
-    def after_step(self, backward: Backward, *, is_settled: bool) -> None:
-        """An optimizer has stepped; `is_settled` if no other has yet to, in this step."""
+    def after_step(self, *, called: bool, is_settled: bool) -> None:
+        """An optimizer has stepped; `called` if any worker has called all to a save, `is_settled`
+        if no other optimizer has yet to step."""
         if self._autosave is not None:
-            called, backward.called = backward.called, False
             self._autosave.after_step(called=called, is_settled=is_settled)
 
     def end_step(self) -> None:

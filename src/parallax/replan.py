@@ -13,20 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from parallax.comm.host_merge import HostMerge
+from parallax.comm.peers import Peers
 from parallax.cost import ID_BYTES, Cluster, Touched
 from parallax.drift import Drift, Pace, of_links
-from parallax.exchange.neighbours import Neighbours
-from parallax.exchange.peers import Peers
 from parallax.hosts import Hosts
 from parallax.ledger import Entry
 from parallax.memory import free_bytes
 from parallax.plan import Plan, Route
 from parallax.planner import better_alone, better_route
-from parallax.sparse import TableRows
 
 _FIRST_STEPS, _MAX_STEPS = 5, 100
 """Looked at after the first few steps, then after four times as many, at last every hundred."""
@@ -37,11 +37,22 @@ _COPIES = 5
 """Of a table that is whole: its values, a gradient and a bucket of it, and two of most state."""
 
 
+class RoutedTable(Protocol):
+    """A table as far as its route is concerned."""
+
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def shard(self) -> Tensor | None:
+        """This owner's rows; None where every worker has all."""
+
+
 @dataclass(frozen=True)
 class Decisions:
     """What the session does when a plan changes; each on all workers together."""
 
-    move: Callable[[TableRows, Route, str], None]
+    move: Callable[[RoutedTable, Route, str], None]
     merge: Callable[[bool, str], None]
     """Have the workers of a host ask together, or each for itself; why."""
     tell: Callable[[str], None]
@@ -62,8 +73,8 @@ class Replanner:
     def __init__(
         self,
         peers: Peers,
-        tables: Mapping[str, TableRows],
-        neighbours: Neighbours,
+        tables: Mapping[str, RoutedTable],
+        host_merge: HostMerge,
         plan: Callable[[], Plan],
         decisions: Decisions,
         hosts: Hosts,
@@ -74,7 +85,7 @@ class Replanner:
         self._tables = tables
         """Those that may move."""
         self._plan = plan
-        self._neighbours = neighbours
+        self._host_merge = host_merge
         self._decisions = decisions
         self._shape = Cluster.unmeasured(len(hosts), max(map(len, hosts.workers)))
         self._may_separate = may_separate
@@ -105,7 +116,7 @@ class Replanner:
             return
         steps, self._num_steps = self._num_steps, 0
         times, self._reductions = reductions - self._reductions, reductions
-        is_first, is_together = self._next == _FIRST_STEPS, self._neighbours.is_on
+        is_first, is_together = self._next == _FIRST_STEPS, self._host_merge.is_on
         self._next = min(4 * self._next, _MAX_STEPS)
         if self._decisions.is_settled() and not is_first:  # The first steps are like no others.
             self._look_for_drift(steps)
@@ -119,7 +130,7 @@ class Replanner:
 
     def _look_for_drift(self, num_steps: int) -> None:
         """See [Note: drift]."""
-        mine = Pace.of(list(self._peers.ledger.steps)[-num_steps:])
+        mine = Pace.of(list(self._peers.ledger.records)[-num_steps:])
         told = self._peers.gather(
             torch.tensor(astuple(mine), dtype=torch.float64),
             f"telling how fast steps are in step {self._peers.step}",
@@ -153,13 +164,13 @@ class Replanner:
         self.cluster = now
         self._decisions.tell(change)
         self._decisions.adopt(now)
-        if self._asked is None or self._neighbours.is_on:
+        if self._asked is None or self._host_merge.is_on:
             return
         if better_alone(*self._asked, now) is None:
             self._decisions.merge(True, change)
 
     def _move_tables(self, num_times: int) -> None:
-        merges = self._neighbours.is_on
+        merges = self._host_merge.is_on
         found, free = self._touched(num_times)
         for name, touched in found.items():
             line = self._plan()[name]
@@ -221,7 +232,7 @@ class Replanner:
         known = {name: rows for name, rows in found.items() if math.isfinite(rows.by_worker)}
         return known, float(told[:, -1, 0].min())
 
-    def _counts(self, table: TableRows) -> tuple[float, float]:
+    def _counts(self, table: RoutedTable) -> tuple[float, float]:
         """Rows touched here since the last time, and updated here; of one that is whole, the rows
         with a gradient in the last step."""
         if table.shard is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,43 +16,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from parallax import checkpoint, placement
+from parallax import checkpoint
 from parallax.analysis import analyse, refuse_early_steps, refuse_unsupported
-from parallax.backward import REDUCTION, Backward, Weight
-from parallax.clip import clip_norm
 from parallax.cluster import find_place, resume_dir, use_interface
+from parallax.comm.agreement import Agreement
+from parallax.comm.board import Board
+from parallax.comm.detour import Detours
+from parallax.comm.groups import Groups
+from parallax.comm.header import Layout
+from parallax.comm.host_merge import MAX_KEYS, HostMerge
+from parallax.comm.peers import Peers
 from parallax.config import Config
 from parallax.course import Course
 from parallax.data import ShardedLoader
-from parallax.dense import DenseRoute
+from parallax.engine import placement
+from parallax.engine.backward import REDUCTION
+from parallax.engine.clip import clip_norm
+from parallax.engine.engine import Engine
+from parallax.engine.guard import guard_copies
+from parallax.engine.ownership import check_arguments, owners_of
+from parallax.engine.prefetcher import AHEAD
+from parallax.engine.row_optimizer import check_rule, refuse_closures, updater_of
 from parallax.errors import ConfigError
-from parallax.exchange.agreement import Agreement
-from parallax.exchange.board import Board
-from parallax.exchange.detour import Detours
-from parallax.exchange.groups import Groups
-from parallax.exchange.header import Layout
-from parallax.exchange.neighbours import Neighbours
-from parallax.exchange.peers import Peers
-from parallax.foresight import AHEAD, Foresight
-from parallax.guard import guard_copies
 from parallax.hosts import Hosts
 from parallax.ledger import Ledger
-from parallax.optim import (
-    RowStep,
-    check_rule,
-    gather_state,
-    refuse_closures,
-    refuse_dense,
-    shard_state,
-    updater_of,
-)
-from parallax.ownership import check_arguments, owners_of
 from parallax.plan import Plan, Route
 from parallax.planner import RowRule, Updater, make_plan
 from parallax.progress import Progress
-from parallax.sparse import Hooks, TableRows, warn_whole
-from parallax.table import Table, make_plain, set_data
-from parallax.wire import Wire, rounded
+from parallax.tables.table import Table
+from parallax.wire import Wire
 
 _log = logging.getLogger("parallax")
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -83,8 +75,6 @@ class Session:
         check_arguments(model, optimizers)
         _check_free(model)
         self.model = model
-        self._modules = list(model.modules())
-        self._children: list[nn.Module | None] = []
         self.optimizers = optimizers
         self.config = config
         self.ledger = Ledger(config.ledger_steps)
@@ -101,11 +91,11 @@ class Session:
         self._seen = {id(each): 0 for each in optimizers}
         self._steps = {id(each): 0 for each in optimizers}
         self._have_stepped: set[int] = set()
+        self._handles: list[Any] = []
         with ExitStack() as made:  # An error undoes what there is so far: another may begin.
             self._set_up(plan, made)
             made.pop_all()
         self._log_plan()
-        self._progress.follow(self._backward)
         _sessions.add(self)
         self._resume()
         self.ledger.begin()
@@ -148,21 +138,33 @@ class Session:
 
     # What a script does -------------------------------------------------------------------
 
-    def shard(self, loader: DataLoader[Any], *, split: bool = False) -> ShardedLoader:
+    def shard(
+        self,
+        loader: DataLoader[Any],
+        *,
+        split: bool = False,
+        ids: Mapping[str, Callable[[Any], Any]] | None = None,
+    ) -> ShardedLoader:
         """This worker's share of every global batch of a DataLoader.
 
         By default the loader's batch size is each worker's, as with DDP. With `split=True` it is
         the global batch's, which the workers share. No sample is lost or doubled; a worker with
         none left gets an empty batch, which counts for nothing.
+
+        `ids` names ids that `forward` computes from a batch (hashed n-grams, sampled negatives), so
+        that their rows are prefetched too: table → a function of the batch that returns them, or
+        a list with the ids of each lookup. It must be deterministic; for sampled negatives let
+        `forward` use what the function returned. A lookup with other ids is still exact.
         """
         sharded = ShardedLoader(
             loader,
             Agreement(self._peers),
             split=split,
-            on_batch=self._weight.set_counts,
-            on_end=self._weight.forget_counts,
+            on_batch=self._engine.weight.set_counts,
+            on_end=self._engine.weight.forget_counts,
             feed=self._progress.feed_of(loader),
-            foresight=self._foresight,
+            follower=self._engine,
+            ids=ids,
         )
         self._progress.loaders.add(sharded)
         return sharded
@@ -196,12 +198,12 @@ class Session:
         Its mean loss then counts count/Σcounts. Call it on every worker, before backward; it
         holds until `optimizer.step()` or the next batch of `shard()`.
         """
-        self._weight.set_by_hand(count)
+        self._engine.weight.set_by_hand(count)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate: backwards inside stay on this worker, and go with the next one outside."""
-        with self._backward.no_sync():
+        with self._engine.backward.no_sync():
             yield
 
     def clip_grad_norm_(
@@ -211,11 +213,11 @@ class Session:
 
         Only scalars travel.
         """
-        self._backward.catch_up(max(self._seen.values()))
+        self._engine.backward.catch_up(max(self._seen.values()))
         plain = [p for p in self.model.parameters() if not isinstance(p, Table)]
         return clip_norm(
             [p.grad for p in plain if p.grad is not None],
-            list(self._tables.values()),
+            self._engine.tables.groups,
             self._peers,
             max_norm,
             float(norm_type),
@@ -232,7 +234,7 @@ class Session:
         collected: dict[int, Tensor | None] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if isinstance(value, Table) and id(value) not in collected:
-                table = self._tables_by_id[id(value)]
+                table = self._engine.tables.by_id[id(value)]
                 part = table.values("state_dict") if table.local else table.shard
                 assert part is not None
                 collected[id(value)] = part.clone() if table.local else table.collected(part)
@@ -258,26 +260,12 @@ class Session:
         if self not in _sessions:
             return
         _sessions.discard(self)
-        self._leave()
-        self._foresight.close()
+        self._unhook()
+        self._engine.close()
         self._peers.close()
         self._groups.close()
         self._progress.close()
         self._course.close()
-
-    def _leave(self) -> None:
-        """Give model and optimizers back; tables of which other workers have rows stay tables."""
-        for handle in self._handles:
-            handle.remove()
-        for step in self._row_steps.values():
-            step.swap_back()
-        self._backward.dense.close()
-        for table in self._tables.values():
-            table.release()
-            if table.local and not table.used_whole:
-                values = table.values("close")
-                make_plain(table.parameter)
-                set_data(table.parameter, values)
 
     def __enter__(self) -> Session:
         return self
@@ -301,17 +289,36 @@ class Session:
         made.callback(self._groups.close)
         self._peers = self._introduced(plan)
         made.callback(self._peers.close)
-        self._compare(plan)
-        self._neighbours = self._find_neighbours(plan)
-        self._course = Course(
-            plan, self.config, self._peers, self._neighbours, self.hosts, self._device()
-        )
+        if self._groups.store is not None:
+            placement.compare(self._description(plan), self._peers, self._groups.store)
+        merge, device = self._host_merge(plan), self._device()
+        self._course = Course(plan, self.config, self._peers, merge, self.hosts, device)
         made.callback(self._course.close)
         self._progress = Progress(
             self.config, self._resume_dir, self._peers, self.optimizers, self._contents
         )
         made.callback(self._progress.close)
-        self._join(made)
+        self._engine = Engine(
+            self.model,
+            self._facts,
+            self._owners,
+            self.optimizers,
+            self.config,
+            self._peers,
+            merge,
+            self._course,
+            self._progress,
+            (self._groups.dense, self._groups.sums),
+            device,
+        )
+        made.callback(self._engine.close)
+        self._rules = {name: updater.rule for name, updater in self._updaters().items()}
+        tables = self._engine.tables.by_name
+        self._course.start(
+            tables, {n: t for n, t in tables.items() if self._may_move(n)}, self._engine.move
+        )
+        made.callback(self._unhook)
+        self._hook()
 
     def _gather(self) -> Groups:
         """Join the other workers."""
@@ -326,7 +333,7 @@ class Session:
         return groups
 
     def _introduced(self, plan: Plan) -> Peers:
-        """The other workers, and what can be told to them."""
+        """Return the other workers, and what can be told to them."""
         store = self._groups.store
         board = detours = None
         if store is not None:
@@ -353,94 +360,33 @@ class Session:
         peers.name_subjects([*names, REDUCTION, AHEAD, checkpoint.SAVING, checkpoint.LOADING])
         return peers
 
-    def _compare(self, plan: Plan) -> None:
-        """See that the other workers have the same model."""
-        if self._groups.store is not None:
-            placement.compare(self._description(plan), self._peers, self._groups.store)
-
-    def _find_neighbours(self, plan: Plan) -> Neighbours:
+    def _host_merge(self, plan: Plan) -> HostMerge:
         ranks = self.hosts.workers[self.hosts.index]
         inside = self._peers.inside(ranks, *self._groups.host)
-        is_on = self.config.merge_hosts and self.hosts.are_shared
         tables = [p for p in plan.parameters if p.route in (Route.SHARDED, Route.OBSERVED)]
-        is_on = is_on and any(p.shape[0] for p in tables)
-        return Neighbours(self._peers, inside, self.hosts, is_on=is_on)
+        num_keys = sum(p.shape[0] for p in tables)
+        is_on = self.config.merge_hosts and self.hosts.are_shared and num_keys > 0
+        if is_on and num_keys >= MAX_KEYS:
+            _log.warning("tables of %d rows are too large for hosts to merge rows", num_keys)
+            is_on = False
+        return HostMerge(self._peers, inside, self.hosts, is_on=is_on)
 
-    def _join(self, made: ExitStack) -> None:
-        """Put every parameter on its route."""
-        self._tables: dict[str, TableRows] = {}
-        self._row_steps: dict[int, RowStep] = {}
-        self._handles: list[Any] = []
-        names, plan = [fact.name for fact in self._facts], self._course.plan
-        self._weight = Weight(self._peers)
-        self._backward = Backward(self._peers, self._weight, names, self._buffers, self._device())
-        dense = DenseRoute(
-            self._peers,
-            self._groups.dense,
-            self._groups.sums,
-            self.config.bucket_megabytes,
-            self._backward.begin,
-            self._weight.scale,
-            names,
-        )
-        self._backward.dense = dense
-        self._backward.neighbours = self._neighbours
-        self._backward.num_partitions = lambda: self._course.num_partitions
-        self._backward.observed = self._observed
-        made.callback(self._leave)
-        placement.make_real(self.model, self._facts, plan, self._device(), self.optimizers)
-        placement.spread(self._facts, plan, self._buffers(), self._peers)
-        self._backward.buffers_settled(self._buffers())
-        self._place_parameters(dense, made)
-        self._backward.tables = self._tables
-        self._row_steps = {id(each): RowStep(each) for each in self.optimizers}
-        sharded = {id(table.parameter) for table in self._tables.values()}
+    def _hook(self) -> None:
+        """Let the model and the optimizers call this session."""
+        handles = self._handles
         if self.num_workers > 1:
-            self._handles += guard_copies(self.model, sharded, self._peers)
+            handles += guard_copies(self.model, set(self._engine.tables.by_id), self._peers)
         for each in self.optimizers:
-            self._handles.append(each.register_step_pre_hook(self._before_step))
-            self._handles.append(each.register_step_post_hook(self._after_step))
-            swap_back = self._row_steps[id(each)].swap_back
-            self._handles.append(each.register_state_dict_pre_hook(swap_back))
-            self._handles.append(each.register_load_state_dict_pre_hook(swap_back))
+            swap_back = self._engine.row_optimizers[id(each)].swap_back
+            handles.append(each.register_step_pre_hook(self._before_step))
+            handles.append(each.register_step_post_hook(self._after_step))
+            handles.append(each.register_state_dict_pre_hook(swap_back))
+            handles.append(each.register_load_state_dict_pre_hook(swap_back))
 
-    def _place_parameters(self, dense: DenseRoute, made: ExitStack) -> None:
-        foresight = self._foresight = Foresight(
-            self._peers,
-            self._neighbours,
-            self._tables,
-            is_on=self.config.lookahead,
-            # NCCL's groups must be used in one order, which two threads do not have.
-            is_early=self._device().type == "cpu",
-        )
-        made.callback(foresight.close)
-        hooks = Hooks(self._backward.begin, self._left, self._neighbours, foresight.looked_up)
-        self._backward.blind, self._backward.settle = foresight.blind, foresight.settle
-        if self._peers.detours is not None:
-            self._peers.detours.serve = self._served
-        for fact in self._facts:
-            route = self._course.plan[fact.name].route
-            if route in (Route.SHARDED, Route.OBSERVED):
-                table = TableRows(fact.name, fact.parameter, self._peers, hooks)
-                self._tables[fact.name] = table
-            elif route is not Route.LOCAL:
-                dense.adopt(fact.name, fact.parameter)
-        self._place_tables(made)
-        self._tables_by_id = {id(t.parameter): t for t in self._tables.values()}
-        self._rules = {name: updater.rule for name, updater in self._updaters().items()}
-        self._movable = {n: t for n, t in self._tables.items() if self._may_move(n)}
-        self._course.start(self._tables, self._movable, self._move)
-
-    def _place_tables(self, made: ExitStack) -> None:
-        """Those on the meta device first: their start values may be wrong, and they can go back."""
-        sharded = [f for f in self._facts if self._course.plan[f.name].route is Route.SHARDED]
-        for fact in sorted(sharded, key=lambda fact: not fact.parameter.is_meta):
-            table = self._tables[fact.name]
-            if fact.parameter.is_meta:
-                made.callback(_make_meta, table)
-            placement.place_table(table, fact, self.config, self._device(), self._peers)
-        for fact in sharded:
-            self._shard_state(self._tables[fact.name])
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _may_move(self, name: str) -> bool:
         """Whether a table's route is the plan's to change: only where both give one result."""
@@ -448,17 +394,6 @@ class Session:
         takes_dense = self._updaters()[name].takes_dense
         free = self.config.route_of(name) is None
         return self.config.replan and is_exact and takes_dense and free
-
-    def _served(self, name: str, places: Tensor) -> Tensor:
-        """Rows of a table that this worker owns."""
-        shard = self._tables[name].shard
-        assert shard is not None
-        return rounded(shard.index_select(0, places.to(shard.device)), self._peers.wire)
-
-    def _shard_state(self, table: TableRows) -> None:
-        owner = self._owners.get(id(table.parameter))
-        if owner is not None:
-            shard_state(owner[0], table)
 
     def _log_plan(self) -> None:
         if self.rank == 0:
@@ -477,7 +412,8 @@ class Session:
 
     def _take_over(self, restored: checkpoint.Restored, *, resumed: bool = False) -> None:
         """Parameters and optimizers are restored; so is the rest now."""
-        self._drop_gradients()
+        self.model.zero_grad()
+        self._engine.drop_gradients()
         self._peers.step = restored.step
         self._steps = dict.fromkeys(self._steps, restored.step)
         self._progress.restore(restored, resumed=resumed)
@@ -488,100 +424,56 @@ class Session:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Called by torch before each `optimizer.step()`."""
-        self._row_steps[id(optimizer)].swap_back()  # An exception may have left stand-ins there.
+        self._engine.row_optimizers[id(optimizer)].swap_back()  # An exception may have ended one.
         self._check_groups(optimizer)
         args, kwargs = _closure_run(args, kwargs)
-        self._backward.catch_up(self._seen[id(optimizer)])
-        self._seen[id(optimizer)] = self._backward.count
-        self._row_steps[id(optimizer)].swap_in(self._tables_by_id)
+        self._engine.backward.catch_up(self._seen[id(optimizer)])
+        self._seen[id(optimizer)] = self._engine.backward.num_reductions
+        self._engine.begin_update(optimizer)
         return args, kwargs
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Groups and hyper-parameters are live: what they are now must still be exact."""
         for group in optimizer.param_groups:
+            parameters = group["params"]
+            if not self._owners.keys() >= set(map(id, parameters)):
+                _refuse_new(optimizer, parameters, self._owners)
             updater = updater_of(optimizer, group)
-            for parameter in group["params"]:
-                if id(parameter) not in self._owners:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} got a parameter of shape "
-                        f"{tuple(parameter.shape)} after parallelize(), which is not kept the same "
-                        "on all workers: give it all parameters before"
-                    )
-                table = self._tables_by_id.get(id(parameter))
-                if table is not None and not table.used_whole:
+            if updater.rule is RowRule.EXACT:
+                continue
+            for parameter in parameters:
+                table = self._engine.tables.by_id.get(id(parameter))
+                if table is not None and table.name not in self._engine.densified:
                     check_rule(table.name, self._rules[table.name], updater)
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Called by torch after each `optimizer.step()`."""
-        self._row_steps[id(optimizer)].swap_out()
+        engine = self._engine
+        engine.end_update(optimizer)
         self._steps[id(optimizer)] += 1
         if self._steps[id(optimizer)] > self._peers.step:
             self._end_step()
         self._have_stepped.add(id(optimizer))
         if len(self._have_stepped) == len(self.optimizers):  # Some may step more often.
             self._have_stepped.clear()
-            self._weight.end_step()
-            self._course.look(self._backward.count)
+            engine.settle()
+            self._course.look(engine.backward.num_reductions)
         is_settled = self._steps[id(optimizer)] == min(self._steps.values())
-        self._progress.after_step(self._backward, is_settled=is_settled)
+        called, engine.save_called = engine.save_called, False
+        self._progress.after_step(called=called, is_settled=is_settled)
 
     def _end_step(self) -> None:
-        self._backward.dense.settle()
-        for table in self._tables.values():
-            table.retired = table.used_whole
-        if self._backward.buffers_changed and self.config.broadcast_buffers:
-            buffers = self._buffers()
-            self._peers.spread_all(buffers, f"giving out buffers in step {self.step}")
-            self._backward.buffers_settled(buffers)
+        engine = self._engine
+        engine.end_step()
+        if engine.buffers_changed and self.config.broadcast_buffers:
+            engine.buffers.broadcast(self._peers, f"giving out buffers in step {self.step}")
+            engine.buffers_changed = False
         self._peers.next_step()
         self._progress.end_step()
         self.ledger.close_step()
         self._course.end_step()
-
-    def _observed(self, used: set[str], whole: set[str]) -> None:
-        """All workers know which observed parameters were used whole by any of them."""
-        for table in self._tables.values():
-            if table.shard is not None or table.used_whole or table.name not in used:
-                continue
-            if table.name in whole:
-                table.become_whole("another worker")
-            else:
-                table.place(table.own_part(table.values("sharding")))
-                self._shard_state(table)
-                self._course.reroute(table.name, Route.SHARDED, "only rows of it were looked up")
-
-    def _left(self, table: TableRows, why: str, planned: bool) -> None:
-        """A table is an ordinary parameter from now on."""
-        owner = self._owners.get(id(table.parameter))
-        if not planned:
-            self._movable.pop(table.name, None)
-            if table.shard is not None:
-                warn_whole(table.name, why)
-            why = f"used whole by {why}"
-        if owner is not None:
-            refuse_dense(table.name, owner[0], why)
-            if table.shard is not None:
-                gather_state(owner[0], table)
-        route = Route.ALL_REDUCE if self.num_workers > 1 else Route.LOCAL
-        self._course.reroute(table.name, route, why)
-        self._backward.dense.adopt(table.name, table.parameter, stray=True)
-
-    def _move(self, table: TableRows, route: Route, why: str) -> None:
-        """Bring a table to another route."""
-        if route is Route.ALL_REDUCE:
-            table.become_whole(why, planned=True)
-            return
-        self._backward.dense.release(table.name)
-        table.become_rows()
-        self._shard_state(table)
-        self._course.reroute(table.name, route, why)
-
-    def _drop_gradients(self) -> None:
-        self.model.zero_grad()
-        for table in self._tables.values():
-            table.zero()  # also what no backward has reduced yet
 
     # Inside -------------------------------------------------------------------------------
 
@@ -622,16 +514,6 @@ class Session:
             return torch.device(self.config.device)
         return next((p.device for p in self.model.parameters() if not p.is_meta), None)
 
-    def _buffers(self) -> list[Tensor]:
-        """As they are now: a module may have put another tensor in a buffer's place. To go through
-        hundreds of modules takes long, so that is done only if one has other children than before.
-        """
-        children = [child for module in self._modules for child in module._modules.values()]
-        if children != self._children:
-            self._modules, self._children = list(self.model.modules()), children
-        found = (buffer for module in self._modules for buffer in module._buffers.values())
-        return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
-
     def _updaters(self) -> dict[str, Updater]:
         absent = Updater("no optimizer", RowRule.ABSENT)
         return {
@@ -642,12 +524,11 @@ class Session:
         }
 
     def _contents(self) -> checkpoint.Contents:
-        for step in self._row_steps.values():
-            step.swap_back()  # an exception in the last step may have left rows in a table's place
+        self._engine.give_up_updates()  # An exception in the last step may have left rows there.
         return checkpoint.Contents(
             model=self.model,
             optimizers=self.optimizers,
-            tables={id(t.parameter): t for t in self._tables.values() if t.shard is not None},
+            tables={id(t.parameter): t for t in self._engine.tables.sharded},
             loaders=self._progress.loaders.present,
             step=self.step,
             epoch=self._progress.loaders.epoch,
@@ -674,6 +555,16 @@ def _free_resume_dir() -> str | None:
     return asked
 
 
+def _refuse_new(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], owners: Mapping[int, object]
+) -> None:
+    new = next(parameter for parameter in parameters if id(parameter) not in owners)
+    raise ConfigError(
+        f"{type(optimizer).__name__} got a parameter of shape {tuple(new.shape)} after "
+        "parallelize(), which is not kept the same on all workers: give it all parameters before"
+    )
+
+
 def _closure_run(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -685,14 +576,6 @@ def _closure_run(
     with torch.enable_grad():
         loss = closure()
     return args[:offset], {**kwargs, "closure": lambda: loss}
-
-
-def _make_meta(table: TableRows) -> None:
-    """Turn a table back that was on the meta device before it was placed."""
-    table.release()
-    table.shard = None
-    make_plain(table.parameter)
-    set_data(table.parameter, torch.empty_like(table.parameter, device="meta"))
 
 
 def _detached(value: object) -> Any:

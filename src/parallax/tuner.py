@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from parallax.exchange.peers import Peers
+from parallax.comm.peers import Peers
 
 _FIRST, _MAX = 2, 16
 _WARM_UP_STEPS = 30

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from parallax.comm.peers import Peers
 from parallax.cost import Cluster
 from parallax.errors import ConfigError
-from parallax.exchange.peers import Peers
 from parallax.hosts import Hosts
 from parallax.journal import Journal
 from parallax.plan import Plan

@@ -438,7 +438,7 @@ def test_a_session_left_open_ends_well(directory: Directory) -> None:
         """
         import torch, parallax
         from torch.utils.data import DataLoader
-        from parallax.exchange import board
+        from parallax.comm import board
         board.BEAT_SECONDS = 0.0
         model = torch.nn.Embedding(50_000, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

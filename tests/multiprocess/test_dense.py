@@ -14,8 +14,8 @@ def reduce(width: int) -> tuple[int, int, int, torch.Tensor]:
     """Bytes of all gradients, how many buckets went by the ring and how many directly in a
     backward, and a gradient."""
     import parallax
-    from parallax.dense import DenseRoute
-    from parallax.exchange.direct import DirectSums
+    from parallax.comm.direct import DirectSums
+    from parallax.engine.dense import DenseRoute
 
     went: list[str] = []
 

@@ -156,7 +156,7 @@ def assign(model: Net, value: float) -> None:
 def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[int]]:
     """Three epochs; gives rank 0's state and the headers of each of this worker's steps."""
     import parallax
-    from parallax.exchange import board
+    from parallax.comm import board
 
     board.BEAT_SECONDS = BEAT_SECONDS
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[int
     optimizer = getattr(torch.optim, script.optimizer)(model.parameters(), lr=0.1)
     routes = {"words.*": "sharded", "tags.*": "sharded", "marks.*": "sharded"}
     session = parallax.parallelize(model, optimizer, routes=routes, lookahead=script.lookahead)
-    session._foresight._is_early &= script.is_early
+    session._engine.prefetcher._is_early &= script.is_early
     headers = count_headers(session)
     data = Samples(script)
     loader, others = (

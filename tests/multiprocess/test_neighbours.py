@@ -169,9 +169,9 @@ def test_workers_that_share_nothing_go_on_alone(tmp_path: Path) -> None:
 def train_again(folder: str | None, batch_size: int) -> tuple[dict[str, Tensor], list[bool]]:
     """Links between hosts are fast at first, and slow when they are measured again."""
     import parallax
+    from parallax.comm import links
     from parallax.cost import Cluster, Link
     from parallax.drift import Drift
-    from parallax.exchange import links
 
     rates = itertools.chain([1e10], itertools.repeat(1e8))
     if folder is not None:  # In a process of its own.

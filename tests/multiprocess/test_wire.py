@@ -117,7 +117,7 @@ def test_the_bytes_fall() -> None:
 
 
 def residue_of(session: Any, name: str, zeros: Tensor) -> Tensor:
-    residue = session._tables[name].residue
+    residue = session._engine.tables.by_name[name].residue
     return zeros if residue is None else zeros.index_add_(0, *residue.kept())
 
 
@@ -195,9 +195,9 @@ def serve_some(wire: str) -> tuple[Tensor, Tensor]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = parallax.parallelize(model, optimizer, wire=wire, routes=ROUTES)
-    shard = session._tables["words.weight"].shard
+    shard = session._engine.tables.by_name["words.weight"].shard
     assert shard is not None
-    served = session._served("words.weight", torch.arange(5))
+    served = session._engine.served("words.weight", torch.arange(5))
     session.close()
     return served, shard[:5]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import DistNetworkError, HashStore, Store
 
-from parallax.exchange import board
-from parallax.exchange.board import Board
+from parallax.comm import board
+from parallax.comm.board import Board
 
 
 @pytest.fixture(autouse=True)

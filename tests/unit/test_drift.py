@@ -76,7 +76,7 @@ def test_links_are_measured_seldom_and_no_change_is_forgotten(
     monkeypatch.setattr(replan, "_FIRST_STEPS", 1)
     monkeypatch.setattr(replan, "_MAX_STEPS", 2)
     steps: list[Record] = []
-    ledger = SimpleNamespace(steps=steps, totals={})
+    ledger = SimpleNamespace(records=steps, totals={})
     peers: Any = SimpleNamespace(
         num_workers=2, step=0, ledger=ledger, gather=lambda mine, _: [mine] * 2
     )
@@ -116,7 +116,7 @@ def test_links_are_measured_seldom_and_no_change_is_forgotten(
 
 def test_a_worker_s_new_speed_is_told_always_and_followed_now_and_then() -> None:
     steps: list[Record] = []
-    ledger = SimpleNamespace(steps=steps, totals={})
+    ledger = SimpleNamespace(records=steps, totals={})
     peers: Any = SimpleNamespace(
         num_workers=2, step=0, ledger=ledger, gather=lambda mine, _: [mine] * 2
     )

@@ -7,7 +7,7 @@ import threading
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from parallax.exchange import groups
+from parallax.comm import groups
 
 
 def test_the_worker_that_has_the_store_leaves_last() -> None:

@@ -15,9 +15,8 @@ import parallax
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
     "variables errors text memory wire config init nn cluster hosts beacon analysis cost ledger "
-    "drift forecast plan planner journal table gradient tables.rowmap shard exchange watch residue "
-    "sparse tuner replan course recipe foresight dense backward clip guard optim ownership "
-    "placement data checkpoint progress session"
+    "drift forecast plan planner journal tables comm watch tuner replan course data engine "
+    "checkpoint progress session"
 ).split()
 
 

@@ -12,9 +12,9 @@ from parallax import cost
 from parallax.analysis import Kind, analyse
 from parallax.config import Config
 from parallax.cost import Cluster, Link, Touched
+from parallax.engine.row_optimizer import updater_of
 from parallax.errors import ConfigError, UnsupportedError
 from parallax.ledger import Entry, Record
-from parallax.optim import updater_of
 from parallax.plan import ParameterPlan, Plan, Route
 from parallax.planner import better_alone, better_route, make_plan
 from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup

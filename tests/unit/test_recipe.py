@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallax.recipe import find_recipe, leaves_of
+from parallax.data.recipe import find_recipe, leaves_of
 
 FIRST = torch.arange(24).reshape(4, 6)
 SECOND = torch.arange(100, 130).reshape(5, 6)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.exchange import links
+from parallax.comm import links
 
 
 class Ring:

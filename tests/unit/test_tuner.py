@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from parallax.exchange.peers import Peers
+from parallax.comm.peers import Peers
 from parallax.ledger import Ledger
 from parallax.tuner import Tuner, best, fit, next_trial
 

@@ -32,8 +32,8 @@ from parallax.checkpoint.folder import Folder
 from parallax.checkpoint.schedule import Schedule
 from parallax.checkpoint.together import SAVING, together
 from parallax.checkpoint.writer import save
+from parallax.comm.peers import Peers
 from parallax.errors import CheckpointError
-from parallax.exchange.peers import Peers
 
 _log = logging.getLogger("parallax")
 

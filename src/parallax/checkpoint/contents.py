@@ -15,7 +15,7 @@ from parallax.checkpoint import generators
 from parallax.checkpoint.attached import Attached
 from parallax.checkpoint.plain import plain
 from parallax.data import ShardedLoader
-from parallax.sparse import TableRows
+from parallax.engine.sparse_table import SparseTable
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Contents:
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
-    tables: Mapping[int, TableRows]
+    tables: Mapping[int, SparseTable]
     """Those that lie in shards, by the parameter's id."""
     loaders: Sequence[ShardedLoader]
     step: int

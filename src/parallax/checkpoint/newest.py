@@ -13,8 +13,8 @@ from parallax.checkpoint.manifest import has_manifest
 from parallax.checkpoint.reader import Reader
 from parallax.checkpoint.restorer import opened, restore, verify
 from parallax.checkpoint.together import LOADING, meet, together
+from parallax.comm.peers import Peers
 from parallax.errors import CheckpointError
-from parallax.exchange.peers import Peers
 
 _log = logging.getLogger("parallax")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallax.checkpoint.manifest import DENSE, Manifest, part_name
 from parallax.errors import CheckpointError
-from parallax.shard import put_rows
+from parallax.tables.merge import put_rows
 from parallax.tables.rowmap import RowMap
 
 _BLOCK_BYTES = 1 << 20

@@ -15,9 +15,9 @@ from parallax.checkpoint.contents import Contents, Restored
 from parallax.checkpoint.plain import owned
 from parallax.checkpoint.reader import Reader, Saved
 from parallax.checkpoint.together import LOADING, meet, together
+from parallax.comm.peers import Peers
+from parallax.engine.sparse_table import SparseTable
 from parallax.errors import CheckpointError
-from parallax.exchange.peers import Peers
-from parallax.sparse import TableRows
 
 
 def load(path: Path, contents: Contents, peers: Peers) -> Restored:
@@ -160,7 +160,7 @@ def _restore(reader: Reader, contents: Contents, rank: int, num_workers: int) ->
 
 
 def _restore_parameter(
-    saved: Saved, parameter: nn.Parameter, table: TableRows | None, rank: int
+    saved: Saved, parameter: nn.Parameter, table: SparseTable | None, rank: int
 ) -> None:
     if table is None:
         saved.copy_to(parameter.detach())
@@ -171,7 +171,7 @@ def _restore_parameter(
 
 
 def _restore_residue(
-    reader: Reader, name: str, table: TableRows, rank: int, num_workers: int
+    reader: Reader, name: str, table: SparseTable, rank: int, num_workers: int
 ) -> None:
     """Each worker takes over what some of those at saving kept; a mean is of fewer or more now."""
     device, scale = table.parameter.device, num_workers / len(reader.parts)
@@ -192,7 +192,7 @@ def _restore_state(
     group: dict[str, Any],
     parameter: nn.Parameter,
     state: dict[str, Any],
-    table: TableRows | None,
+    table: SparseTable | None,
     rank: int,
 ) -> None:
     old = optimizer.state.pop(parameter, {})

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from parallax.comm.header import Verb
+from parallax.comm.peers import Peers
 from parallax.errors import CheckpointError
-from parallax.exchange.header import Verb
-from parallax.exchange.peers import Peers
 
 _Result = TypeVar("_Result")
 SAVING, LOADING = "saving a checkpoint", "loading a checkpoint"

@@ -23,9 +23,9 @@ from parallax.checkpoint.manifest import (
 )
 from parallax.checkpoint.plain import plain
 from parallax.checkpoint.together import SAVING, meet, together
+from parallax.comm.peers import Peers
 from parallax.errors import CheckpointError
-from parallax.exchange.peers import Peers
-from parallax.optim import is_by_row
+from parallax.tables.group import is_by_row
 from parallax.tables.rowmap import RowMap
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,35 @@ from parallax.data.order import Agreement, order_of, stock_batches
 from parallax.data.source import Epoch, Ready, Source
 from parallax.data.stream import StreamSource, is_stream
 from parallax.errors import CheckpointError, ConfigError, MismatchError
-from parallax.foresight import Foresight, Pass
 
 _numbers = itertools.count()
 """Of the sharded loaders of a process and of the passes over them, in their order."""
+
+
+Pass = tuple[int, int]
+"""A loader's number, and that of the pass over it."""
+
+
+class Follower(Protocol):
+    """Who prefetches rows for the batches of a loader."""
+
+    def is_followed(self) -> bool:
+        """Whether a loader is read here by the thread that trains."""
+
+    def reads_ahead(self, loader: int) -> bool:
+        """Whether the batch after the next one is of use; the same on all workers."""
+
+    def draws(self, loader: int) -> None:
+        """Reading this loader draws random numbers here."""
+
+    def declare(self, loader: int, ids: dict[str, Callable[[Any], Any]]) -> None:
+        """The script names the ids of some tables."""
+
+    def prefetch(self, of: Pass, batch: Any, following: tuple[Any, ...]) -> None:
+        """The script gets a batch; `following` is the one after it, if it has been read."""
+
+    def end_data(self) -> None:
+        """The loader has ended."""
 
 
 class ShardedLoader:
@@ -53,7 +78,8 @@ class ShardedLoader:
         on_batch: Callable[[list[int]], None],
         on_end: Callable[[], None] = lambda: None,
         feed: Feed | None = None,
-        foresight: Foresight | None = None,
+        follower: Follower | None = None,
+        ids: Mapping[str, Callable[[Any], Any]] | None = None,
     ) -> None:
         _check_loader(loader, agreement.num_workers)
         _check_alike(loader, agreement, split)
@@ -61,12 +87,14 @@ class ShardedLoader:
         self.feed = feed or Feed()
         self._on_batch = on_batch
         self._on_end = on_end
-        self._foresight = foresight
+        self._follower = follower
         self._number = next(_numbers)
         self._draws = False
         """Reading draws random numbers in this process."""
         self._source = _source_of(loader, agreement, split)
         self._num_samples = _num_samples(loader)
+        if ids and follower is not None:
+            follower.declare(self._number, dict(ids))
         self._place: _Place | None = None
         self._saved: dict[str, int | Tensor] | None = None
 
@@ -104,8 +132,8 @@ class ShardedLoader:
             if self._place is place:
                 self.feed.leave()
         self._on_end()
-        if self._foresight is not None:
-            self._foresight.end(self._number)
+        if self._follower is not None:
+            self._follower.end_data()
         if self._place is place:
             self._place = None
             self.epoch += 1
@@ -118,26 +146,26 @@ class ShardedLoader:
 
     def _followed(self, ready: Iterator[Ready], is_last: bool) -> tuple[Ready, ...]:
         """The batch after the one that is handed out, if it is of use already."""
-        if is_last or self._foresight is None or not self._foresight.reads_ahead(self._number):
+        if is_last or self._follower is None or not self._follower.reads_ahead(self._number):
             return ()
         found = self._read(ready)
         return () if found is None else (found,)
 
     def _read(self, ready: Iterator[Ready]) -> Ready | None:
         """The next batch. If reading draws random numbers it is not to be done any earlier."""
-        if self._foresight is None or self._draws or not self._foresight.is_followed():
+        if self._follower is None or self._draws or not self._follower.is_followed():
             return next(ready, None)
         before = random_state()
         found = next(ready, None)
         if before != random_state():
             self._draws = True
-            self._foresight.draws(self._number)
+            self._follower.draws(self._number)
         return found
 
     def _foresee(self, this_pass: Pass, found: Ready, following: tuple[Ready, ...]) -> None:
-        if self._foresight is not None:
+        if self._follower is not None:
             ahead = tuple(each.batch for each in following)
-            self._foresight.hand_out(this_pass, found.batch, ahead)
+            self._follower.prefetch(this_pass, found.batch, ahead)
 
     def state_dict(self) -> dict[str, int | Tensor]:
         """The place after the batch yielded last: integers, the same on every worker.
