@@ -1,0 +1,1 @@
+"""The step: what lasts from step to step is in `engine`, what is true for one only in `step`."""
