@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from parallax import errors, init, nn
+    from parallax.api import Session, parallelize
     from parallax.config import Config
-    from parallax.ledger import Ledger
-    from parallax.plan import Plan
-    from parallax.session import Session, parallelize
+    from parallax.observability.ledger import Ledger
+    from parallax.planning.plan import Plan
 
 __all__ = ["Config", "Ledger", "Plan", "Session", "errors", "init", "nn", "parallelize"]
 
 _HOMES = {
     "Config": "parallax.config",
-    "Ledger": "parallax.ledger",
-    "Plan": "parallax.plan",
-    "Session": "parallax.session",
-    "parallelize": "parallax.session",
+    "Ledger": "parallax.observability.ledger",
+    "Plan": "parallax.planning.plan",
+    "Session": "parallax.api",
+    "parallelize": "parallax.api",
 }
 
 

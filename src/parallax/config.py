@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from parallax.comm.compression import RowFormat
 from parallax.errors import ConfigError
-from parallax.wire import Wire
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -121,8 +121,8 @@ class Config:
                     f"Config.routes[{pattern!r}] is {route!r}; allowed are "
                     + " and ".join(repr(name) for name in ROUTES)
                 )
-        if self.wire not in list(Wire):
-            allowed = ", ".join(repr(wire.value) for wire in Wire)
+        if self.wire not in list(RowFormat):
+            allowed = ", ".join(repr(wire.value) for wire in RowFormat)
             raise ConfigError(f"Config.wire is {self.wire!r}; allowed are {allowed}")
         if isinstance(self.lazy, str):
             raise ConfigError(f"Config.lazy takes a bool or a list of patterns, not {self.lazy!r}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed import Testbed
-from parallax.journal import read
+from parallax.observability.journal import read
 from tests.support.beds import run_on_bed
 
 pytestmark = [

@@ -432,14 +432,15 @@ def test_the_id_of_a_job_is_its_own(directory: Directory) -> None:
 
 
 def test_a_session_left_open_ends_well(directory: Directory) -> None:
-    """Its threads stand in torch's code nearly all the time here. See [Note: end] in helper.py."""
+    """Its threads stand in torch's code nearly all the time here. See [Note: thread end] in
+    comm/threads.py."""
     directory.write(
         "train.py",
         """
         import torch, parallax
         from torch.utils.data import DataLoader
-        from parallax.comm import board
-        board.BEAT_SECONDS = 0.0
+        from parallax.cluster import heartbeats
+        heartbeats.BEAT_SECONDS = 0.0
         model = torch.nn.Embedding(50_000, 64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session = parallax.parallelize(model, optimizer)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import parallax
-from parallax.cluster import slurm_port
+from parallax.cluster.environment import slurm_port
 from tests.support import started
 from tests.support.namespaces import unshared
 from tests.support.parity import assert_same

@@ -108,9 +108,15 @@ def ours() -> Costs:
     return costs_of("parallax", 2)
 
 
-@pytest.mark.xfail(strict=True, reason="439 calls and 7 for each table; see docs/decisions.md")
+@pytest.mark.xfail(strict=True, reason="411 calls and 4 for each table; see docs/decisions.md")
 def test_own_calls_of_a_step(ours: Costs) -> None:
     assert max(ours.own_calls.values()) <= MAX_OWN_CALLS
+
+
+def test_own_calls_do_not_grow(ours: Costs) -> None:
+    """What there was when the goal was missed; lower it when there is less."""
+    assert without_tables(ours.own_calls) <= 420
+    assert per_table(ours.own_calls) <= 4
 
 
 def test_calls_that_a_table_adds(ours: Costs) -> None:

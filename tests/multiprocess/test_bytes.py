@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallax import cost
+from parallax.planning import cost
 from parallax.tables.rowmap import RowMap
 from tests.support.workers import run_workers
 

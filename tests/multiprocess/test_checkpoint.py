@@ -700,7 +700,7 @@ def fingerprint(session: parallax.Session, optimizers: list[Optimizer]) -> bytes
     """Everything of this worker that a load may change."""
     from parallax.checkpoint.writer import _dense, _part
 
-    contents = session._contents()
+    contents = session._training.state.contents()
     state = {"dense": _dense(contents), "part": _part(contents), "step": session.step}
     return pickle.dumps(torch.utils._pytree.tree_map_only(Tensor, Tensor.tolist, state))
 

@@ -36,19 +36,31 @@ def step(model: Any, optimizer: Any, session: Any) -> None:
         optimizer.zero_grad()
 
 
-def momentum_by_scheduler() -> None:
-    model, optimizer, session = start()
-    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
-    with pytest.raises(ConfigError, match="now it is SGD with momentum, which does not"):
-        step(model, optimizer, session)
-
-
-def decay_set_later() -> None:
+def differentiable_later() -> None:
     model, optimizer, session = start()
     step(model, optimizer, session)
-    optimizer.param_groups[0]["weight_decay"] = 0.1
-    with pytest.raises(ConfigError, match=r"SGD with weight_decay.*lazy=\['table.weight'\]"):
+    optimizer.param_groups[0]["differentiable"] = True
+    with pytest.raises(ConfigError, match="an option was set with which SGD with differentiable"):
         step(model, optimizer, session)
+
+
+def decay_of_lazy_and_other_tables_later() -> None:
+    import parallax
+
+    model = nn.ModuleList(nn.Embedding(8, 2) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallax.parallelize(model, optimizer, lazy=["0.weight"]):
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        model[0](torch.tensor([1])).sum().backward()
+        with pytest.raises(ConfigError, match=r"'0.weight' \(lazy\) and '1.weight' \(not lazy\)"):
+            optimizer.step()
+
+
+def decay_of_a_lazy_table_later() -> None:
+    model, optimizer, session = start(lazy=True)
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    step(model, optimizer, session)
+    assert session.plan["table.weight"].row_rule == "touched rows"
 
 
 def parameters_added_later() -> None:
@@ -141,8 +153,9 @@ def weights_as_tensors() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        momentum_by_scheduler,
-        decay_set_later,
+        differentiable_later,
+        decay_of_lazy_and_other_tables_later,
+        decay_of_a_lazy_table_later,
         parameters_added_later,
         step_inside_backward,
         gradients_one_by_one,

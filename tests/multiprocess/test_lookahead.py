@@ -1,4 +1,4 @@
-"""Rows one batch ahead: the same result as one process, whatever the batches and the script do."""
+"""Prefetch: the same result as one process, whatever the batches and the script do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from parallax import cost
+from parallax.planning import cost
 from tests.support.models import Squares
 from tests.support.workers import outcomes_of, run_on_hosts, run_workers
 
 ROWS, SAMPLES, BATCH = 60, 52, 12
 FOREVER = 10**6
 BEAT_SECONDS = 0.05
-"""In which detours are answered: a second would be most of these tests' time."""
+"""The time in which out-of-band pulls are answered: a second would be most of these tests' time."""
 
 
 @dataclass(frozen=True)
@@ -156,15 +156,18 @@ def assign(model: Net, value: float) -> None:
 def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[int]]:
     """Three epochs; gives rank 0's state and the headers of each of this worker's steps."""
     import parallax
-    from parallax.comm import board
+    from parallax.cluster import heartbeats
+    from parallax.comm import pull
 
-    board.BEAT_SECONDS = BEAT_SECONDS
+    heartbeats.BEAT_SECONDS = BEAT_SECONDS
+    pull.EARLY_BYTES = 0 if script.is_early else FOREVER
     torch.manual_seed(0)
     model = Net(script).double()
     optimizer = getattr(torch.optim, script.optimizer)(model.parameters(), lr=0.1)
     routes = {"words.*": "sharded", "tags.*": "sharded", "marks.*": "sharded"}
     session = parallax.parallelize(model, optimizer, routes=routes, lookahead=script.lookahead)
-    session._engine.prefetcher._is_early &= script.is_early
+    if not script.is_early:
+        session._engine.prefetcher._is_early = False  # From the first batch on, as on a GPU.
     headers = count_headers(session)
     data = Samples(script)
     loader, others = (
@@ -308,8 +311,8 @@ def test_a_wrong_guess_on_one_worker_is_served(script: Script) -> None:
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_foreseen_lookups_need_no_headers(is_early: bool) -> None:
-    """Four lookups and a reduction: once the tables are foreseen only the reduction has one."""
+def test_prefetched_lookups_need_no_headers(is_early: bool) -> None:
+    """Four lookups and a reduction: once the tables are prefetched only the reduction has one."""
     for counts in assert_same(Script(drop_last=True, is_early=is_early), 2):
         assert counts[0] == 5
         assert counts[2:] == [1] * len(counts[2:])
@@ -329,12 +332,16 @@ class Many(nn.Module):
         return torch.cat(found, 1).square().mean()
 
 
-def count_collectives(num_tables: int, num_steps: int, lookahead: bool = True) -> int:
+def count_collectives(
+    num_tables: int, num_steps: int, lookahead: bool = True, early_bytes: int = 0
+) -> int:
     """In how many this worker takes part, in whatever thread."""
     import torch.distributed as dist
 
     import parallax
+    from parallax.comm import pull
 
+    pull.EARLY_BYTES = early_bytes
     made: list[str] = []
 
     def counted(name: str) -> None:
@@ -363,7 +370,7 @@ def count_collectives(num_tables: int, num_steps: int, lookahead: bool = True) -
 
 
 def test_collectives_do_not_grow_with_the_tables() -> None:
-    """Of steps whose lookups are foreseen; so many tables that ids do not fit into a header."""
+    """Of steps whose lookups are prefetched; so many tables that ids do not fit into a header."""
     few, many = (
         run_workers(count_collectives, 2, number, 16)[0]
         - run_workers(count_collectives, 2, number, 6)[0]
@@ -373,10 +380,16 @@ def test_collectives_do_not_grow_with_the_tables() -> None:
     assert 0 < many < 10 * 10
 
 
-@pytest.mark.parametrize(("lookahead", "more"), [(False, 0), (True, 2)])
-def test_a_step_sends_the_messages_that_cost_tells(lookahead: bool, more: int) -> None:
-    """With two workers, each collective is a message."""
-    long, short = (run_workers(count_collectives, 2, 1, n, lookahead)[0] for n in (16, 6))
+@pytest.mark.parametrize(
+    ("lookahead", "early_bytes", "more"), [(False, 0, 0), (True, 0, 2), (True, 1 << 20, 0)]
+)
+def test_a_step_sends_the_messages_that_cost_tells(
+    lookahead: bool, early_bytes: int, more: int
+) -> None:
+    """With two workers, each collective is a message. Small batches have no early rows."""
+    long, short = (
+        run_workers(count_collectives, 2, 1, steps, lookahead, early_bytes)[0] for steps in (16, 6)
+    )
     told = cost.sharded(cost.Touched(1), 8, cost.Cluster.unmeasured(2, 1)).messages
     assert long - short == 10 * (told + more)
 
@@ -444,7 +457,7 @@ def look_up_nonsense(kind: type[Exception]) -> None:
         (TypeError, "the ids on worker 1 for table 'tags.weight' must be a tensor of int64"),
     ],
 )
-def test_bad_ids_that_were_not_foreseen_are_raised_on_all_workers(
+def test_bad_ids_that_were_not_prefetched_are_raised_on_all_workers(
     kind: type[Exception], says: str
 ) -> None:
     for outcome in outcomes_of(look_up_nonsense, 3, kind):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from parallax import cost
 from parallax.errors import OutOfStepError
+from parallax.planning import cost
 from parallax.tables.rowmap import RowMap
 from tests.support.parity import Case, assert_same, train_alone, train_together
 from tests.support.workers import run_on_hosts
@@ -169,9 +169,9 @@ def test_workers_that_share_nothing_go_on_alone(tmp_path: Path) -> None:
 def train_again(folder: str | None, batch_size: int) -> tuple[dict[str, Tensor], list[bool]]:
     """Links between hosts are fast at first, and slow when they are measured again."""
     import parallax
-    from parallax.comm import links
-    from parallax.cost import Cluster, Link
-    from parallax.drift import Drift
+    from parallax.planning import links
+    from parallax.planning.cost import Cluster, Link
+    from parallax.planning.drift import Drift
 
     rates = itertools.chain([1e10], itertools.repeat(1e8))
     if folder is not None:  # In a process of its own.

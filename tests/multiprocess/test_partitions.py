@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from parallax.journal import read
+from parallax.observability.journal import read
 from tests.support.workers import run_on_hosts
 
 ROWS, BATCH, STEPS = 60, 12, 190
@@ -33,10 +33,10 @@ class Net(nn.Module):
 
 def train_on_links(folder: str, rate: float) -> list[int]:
     """The same, where links between hosts were measured to have a rate."""
-    from parallax import course
-    from parallax.cost import Cluster, Link
+    from parallax.planning import adaptive_plan
+    from parallax.planning.cost import Cluster, Link
 
-    course.links.measure = lambda *_: Cluster(2, 1, Link(rate, 1e-4), Link(1e9, 1e-5))
+    adaptive_plan.links.measure = lambda *_: Cluster(2, 1, Link(rate, 1e-4), Link(1e9, 1e-5))
     return train(folder, BATCH // 2, {})[1]
 
 
@@ -55,7 +55,7 @@ def train(folder: str | None, batch_size: int, options: dict[str, Any]) -> tuple
     data: Any = torch.randint(ROWS, (num_steps * BATCH,), generator=generator)
     numbers = []
     for batch in session.shard(DataLoader(data, batch_size)):
-        numbers.append(session._course.num_partitions)
+        numbers.append(session._training.adaptive_plan.num_partitions)
         optimizer.zero_grad()
         model(batch).backward()
         optimizer.step()
@@ -80,7 +80,7 @@ def train_with_a_slower_worker(folder: str, batch_size: int) -> tuple[Any, list[
     data: Any = torch.randint(ROWS, (390 * BATCH,), generator=generator)
     numbers = []
     for step, batch in enumerate(session.shard(DataLoader(data, batch_size))):
-        numbers.append(session._course.num_partitions)
+        numbers.append(session._training.adaptive_plan.num_partitions)
         optimizer.zero_grad()
         model(batch).backward()
         if session.num_workers > 1:  # Looks are after 105 and 205 steps.

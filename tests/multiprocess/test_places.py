@@ -96,7 +96,7 @@ def test_a_gpu_that_another_worker_lacks_is_an_error_on_every_worker() -> None:
 
 
 def one_sees_a_gpu() -> str:
-    from parallax.hosts import Arrival
+    from parallax.cluster.topology import Arrival
 
     here = Arrival.here
 

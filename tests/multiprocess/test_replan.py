@@ -67,7 +67,7 @@ def optimizers_of(model: Net, script: Script) -> list[torch.optim.Optimizer]:
     return [kind(group, lr=0.1) for group in groups]
 
 
-@mock.patch.multiple("parallax.replan", _FIRST_STEPS=2, _MAX_STEPS=2)
+@mock.patch.multiple("parallax.planning.replan", _FIRST_STEPS=2, _MAX_STEPS=2)
 def train(script: Script, folder: str = "") -> tuple[dict[str, Tensor], list[str], str]:
     """Rank 0's state, the route of `words` after each step, and why it has the last one."""
     import parallax
@@ -121,6 +121,8 @@ def assert_same(script: Script, num_workers: int, folder: str = "") -> list[str]
         Script(two_optimizers=True),
         Script(two_optimizers=True, cadence=2),
         Script(sparse=True),
+        Script(optimizer="AdamW"),
+        Script(optimizer="Adam", zero_every=3),
     ],
 )
 def test_the_result_is_that_of_one_process(script: Script) -> None:
@@ -145,9 +147,9 @@ def test_it_can_be_switched_off() -> None:
 
 
 def train_in_little_memory() -> list[str]:
-    from parallax import replan
+    from parallax.planning import touched_rows
 
-    replan.free_bytes = lambda device, workers: 4 * ROWS * 3 * 8.0  # type: ignore[assignment]
+    touched_rows.free_bytes = lambda device, workers: 4 * ROWS * 3 * 8.0  # type: ignore[assignment]
     return train(Script(num_steps=8))[1]
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from parallax.journal import Journal
 from parallax.launch import outlook
 from parallax.launch.command import main
-from parallax.plan import Plan
+from parallax.observability.journal import Journal
+from parallax.planning.plan import Plan
 from tests.support.workers import outcomes_of, run_workers
 
 ROWS, WIDTH, BATCH = 4000, 64, 256
@@ -40,7 +40,9 @@ def train(
     lookahead: bool = True,
 ) -> str:
     import parallax
+    from parallax.comm import pull
 
+    pull.EARLY_BYTES = 0
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -54,7 +56,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         if dies and step == 30 and session.rank == 0:
-            session._course._watch.write_steps()
+            session._training.adaptive_plan._run_log.write_steps()
             os.kill(os.getpid(), signal.SIGKILL)
     text = str(session.plan)
     session.close()
@@ -83,7 +85,7 @@ def test_predicted_bytes_are_those_that_were_seen(num_workers: int, tmp_path: Pa
     assert f"{early:.0%}" in str(seen)
 
 
-def test_rows_that_are_not_foreseen_are_told(tmp_path: Path) -> None:
+def test_rows_that_are_not_prefetched_are_told(tmp_path: Path) -> None:
     run_workers(train, 2, str(tmp_path), 40, False, False, False)
     run = outlook.Run.of(str(tmp_path))
     assert run.mean is not None
@@ -102,7 +104,9 @@ def test_one_worker_writes_its_plan_too(tmp_path: Path) -> None:
 def accumulate(folder: str) -> list[tuple[str, float | None, float | None]]:
     """Four backwards a step, each reduced: bytes a step, seen and predicted."""
     import parallax
+    from parallax.comm import pull
 
+    pull.EARLY_BYTES = 0
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -129,7 +133,7 @@ def test_each_backward_of_a_step_is_counted(tmp_path: Path) -> None:
 def evaluate(folder: str) -> tuple[str, Any, Any]:
     """Steps touch few rows, evaluations between them all."""
     import parallax
-    from parallax.ledger import Entry
+    from parallax.observability.ledger import Entry
 
     torch.manual_seed(0)
     model = Net()

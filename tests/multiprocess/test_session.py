@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -55,6 +57,20 @@ def two_lives() -> None:
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_after_close_another_model_may_begin(num_workers: int) -> None:
     run_workers(two_lives, num_workers)
+
+
+def test_a_dropped_session_is_still_open() -> None:
+    import parallax
+
+    model, optimizer, session = make()
+    del session
+    gc.collect()
+    with pytest.raises(parallax.errors.ConfigError, match="parallelized already"):
+        parallax.parallelize(model, optimizer)
+    kept = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert kept() is None
 
 
 def test_with_one_process_nothing_is_changed() -> None:
@@ -203,15 +219,15 @@ def plans() -> tuple[str, str, str]:
     torch.manual_seed(0)
     model = Lookup("embedding")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    dense = parallax.parallelize(model, optimizer)
-    return str(session.plan), said, str(dense.plan)
+    every_row = parallax.parallelize(model, optimizer)
+    return str(session.plan), said, str(every_row.plan)
 
 
 def test_the_plan_says_why() -> None:
-    tied, said, dense = run_workers(plans, 2)[0]
+    tied, said, every_row = run_workers(plans, 2)[0]
     assert "used whole by torch.nn.functional.linear" in tied
     assert "parameter 'table.weight' is used whole (by torch.nn.functional.linear)" in said
-    assert "Adam updates untouched rows too" in dense
+    assert "only rows of it are looked up; every row is updated by its owner" in every_row
 
 
 def plan_round_trip() -> None:

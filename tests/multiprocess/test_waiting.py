@@ -224,7 +224,8 @@ def bad_id_in_a_copy() -> None:
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS)
+    routes = {"table.weight": "all-reduce"}
+    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS, routes=routes)
     train(model, optimizer)
     model(torch.tensor([0, 30 if session.rank == 1 else 2])).backward()
 
@@ -241,7 +242,8 @@ def die_after_a_bad_id(steps: int) -> None:
 
     model = Net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS)
+    routes = {"table.weight": "all-reduce"}
+    session = parallax.parallelize(model, optimizer, timeout_seconds=SECONDS, routes=routes)
     if session.rank == 1:
         with pytest.raises(IndexError, match="id 30 on worker 1"):
             model(torch.tensor([30]))

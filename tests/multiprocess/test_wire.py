@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from parallax.wire import Wire, rounded
+from parallax.comm.compression import RowFormat, rounded
 from tests.support.workers import run_on_hosts, run_workers
 
 ROWS, WIDTH, BATCH, STEPS, LR = 400, 64, 64, 12, 2.0
@@ -64,15 +64,15 @@ def train(wire: str, lookahead: bool, parts: int = 1) -> tuple[dict[str, Tensor]
     return state, moved, sum(line.predicted_bytes or 0 for line in lines)
 
 
-def in_one_process(wire: Wire, num_workers: int) -> dict[str, Tensor]:
+def in_one_process(wire: RowFormat, num_workers: int) -> dict[str, Tensor]:
     """What each worker would do, one after the other, with plain torch."""
     torch.manual_seed(0)
     model, other = Net(), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    residues: list[dict[str, Tensor]] = [{} for _ in range(num_workers)]
+    errors_by_worker: list[dict[str, Tensor]] = [{} for _ in range(num_workers)]
     for step in pairs(STEPS, num_workers).split(num_workers * BATCH):
         optimizer.zero_grad()
-        for residue, batch in zip(residues, step.split(BATCH), strict=True):
+        for errors, batch in zip(errors_by_worker, step.split(BATCH), strict=True):
             state = model.state_dict()
             tables = {n: rounded(v, wire) for n, v in state.items() if n in TABLES}
             other.load_state_dict({**state, **tables})
@@ -82,46 +82,47 @@ def in_one_process(wire: Wire, num_workers: int) -> dict[str, Tensor]:
                 gradient = q.grad.clone()
                 if name in TABLES:
                     touched = gradient.any(1)
-                    full = gradient + residue.get(name, torch.zeros_like(gradient))
+                    full = gradient + errors.get(name, torch.zeros_like(gradient))
                     gradient[touched] = rounded(full[touched], wire)
-                    kept = residue.setdefault(name, torch.zeros_like(gradient))
+                    kept = errors.setdefault(name, torch.zeros_like(gradient))
                     kept[touched] = full[touched] - gradient[touched]
                 p.grad = gradient / num_workers + (0 if p.grad is None else p.grad)
         optimizer.step()
     return model.state_dict()
 
 
-@pytest.mark.parametrize("wire", Wire)
+@pytest.mark.parametrize("wire", RowFormat)
 @pytest.mark.parametrize("num_workers", [2, 3])
-def test_workers_do_as_one_process_that_rounds(wire: Wire, num_workers: int) -> None:
+def test_workers_do_as_one_process_that_rounds(wire: RowFormat, num_workers: int) -> None:
     expected = in_one_process(wire, num_workers)
     found, moved, predicted = run_workers(train, num_workers, wire.value, False)[0]
     # A last bit may decide to which side a number is rounded, of some in a million numbers.
-    tolerance, share = (1e-5, 0.0) if wire is Wire.FLOAT32 else (1e-3, 0.002)
+    tolerance, share = (1e-5, 0.0) if wire is RowFormat.FLOAT32 else (1e-3, 0.002)
     for name, value in expected.items():
         assert ((found[name] - value).abs() > tolerance).double().mean() <= share, name
     assert moved == pytest.approx(predicted, rel=0.1)  # Of this worker; owners differ a little.
     ahead = run_workers(train, num_workers, wire.value, True, 3)[0]
     for name, value in found.items():
         assert torch.equal(ahead[0][name], value)
-    assert ahead[1] == moved
+    assert 0.95 * moved < ahead[1] < moved  # Of prefetched rows, pushes carry no ids.
 
 
 def test_the_bytes_fall() -> None:
-    moved = {wire: run_workers(train, 2, wire.value, True)[0][1] for wire in Wire}
-    assert moved[Wire.BF16] / moved[Wire.FLOAT32] == pytest.approx(132 / 260, rel=1e-3)
-    assert moved[Wire.INT8] / moved[Wire.FLOAT32] == pytest.approx(72 / 260, rel=1e-3)
+    moved = {wire: run_workers(train, 2, wire.value, True)[0][1] for wire in RowFormat}
+    # A row and half an id each way; pushes before the first prefetch carry a whole one.
+    assert moved[RowFormat.BF16] / moved[RowFormat.FLOAT32] == pytest.approx(130 / 258, rel=5e-3)
+    assert moved[RowFormat.INT8] / moved[RowFormat.FLOAT32] == pytest.approx(70 / 258, rel=5e-3)
 
 
 # What is left over -----------------------------------------------------------------------------
 
 
-def residue_of(session: Any, name: str, zeros: Tensor) -> Tensor:
-    residue = session._engine.tables.by_name[name].residue
-    return zeros if residue is None else zeros.index_add_(0, *residue.kept())
+def errors_of(session: Any, name: str, zeros: Tensor) -> Tensor:
+    feedback = session._engine.tables.by_name[name].error_feedback
+    return zeros if feedback is None else zeros.index_add_(0, *feedback.items())
 
 
-def residue_after(folder: str, saves: bool) -> Tensor:
+def errors_after(folder: str, saves: bool) -> Tensor:
     """The mean over workers of what rounding took, by row of `words`."""
     import parallax
 
@@ -137,7 +138,7 @@ def residue_after(folder: str, saves: bool) -> Tensor:
         session.save(folder)
     else:
         session.load(folder)
-    total = residue_of(session, "words.weight", torch.zeros(ROWS, WIDTH))
+    total = errors_of(session, "words.weight", torch.zeros(ROWS, WIDTH))
     session._peers.total(total, torch.distributed.ReduceOp.SUM, "test")
     session.close()
     return total / session.num_workers
@@ -147,9 +148,9 @@ def residue_after(folder: str, saves: bool) -> Tensor:
 def test_what_is_left_over_comes_along_to_any_number_of_workers(
     num_workers: int, tmp_path: Path
 ) -> None:
-    saved = run_workers(residue_after, 2, str(tmp_path), True)[0]
+    saved = run_workers(errors_after, 2, str(tmp_path), True)[0]
     assert saved.abs().sum() > 0
-    loaded = run_workers(residue_after, num_workers, str(tmp_path), False)[0]
+    loaded = run_workers(errors_after, num_workers, str(tmp_path), False)[0]
     torch.testing.assert_close(loaded, saved)
 
 
@@ -167,25 +168,25 @@ def pushed_sum(wire: str, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
         optimizer.zero_grad()
         (model(torch.arange(8)) * factors * 1e-3).sum().backward()
         optimizer.step()
-    residue = residue_of(session, "weight", torch.zeros(8, 17))
+    errors = errors_of(session, "weight", torch.zeros(8, 17))
     gradient = (factors * 1e-3 * num_steps).expand(8, 17).clone()
-    for each in (residue, gradient):
+    for each in (errors, gradient):
         session._peers.total(each, torch.distributed.ReduceOp.SUM, "test")
         each /= session.num_workers
     state = session.state_dict()
     session.close()
-    return -state.get("weight", torch.zeros(0)), gradient, residue
+    return -state.get("weight", torch.zeros(0)), gradient, errors
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 @pytest.mark.parametrize("hosts", [(2,), (2, 1)])
 def test_nothing_is_lost_by_rounding(wire: str, hosts: tuple[int, ...]) -> None:
     """All that was pushed, and what is left over, is the sum of the gradients."""
-    lost, gradient, residue = run_on_hosts(pushed_sum, hosts, wire, 50)[0]
-    torch.testing.assert_close(lost + residue, gradient, rtol=1e-4, atol=1e-6)
+    lost, gradient, errors = run_on_hosts(pushed_sum, hosts, wire, 50)[0]
+    torch.testing.assert_close(lost + errors, gradient, rtol=1e-4, atol=1e-6)
     assert not torch.equal(lost, gradient)
-    # Without the residue the error would have grown fifty times.
-    assert residue.abs().max() < 3e-5
+    # Without error feedback the error would have grown fifty times.
+    assert errors.abs().max() < 3e-5
 
 
 def serve_some(wire: str) -> tuple[Tensor, Tensor]:
@@ -197,12 +198,12 @@ def serve_some(wire: str) -> tuple[Tensor, Tensor]:
     session = parallax.parallelize(model, optimizer, wire=wire, routes=ROUTES)
     shard = session._engine.tables.by_name["words.weight"].shard
     assert shard is not None
-    served = session._engine.served("words.weight", torch.arange(5))
+    served = session._engine.tables.owned_rows("words.weight", torch.arange(5))
     session.close()
     return served, shard[:5]
 
 
-def test_rows_of_a_detour_are_rounded_as_well() -> None:
+def test_rows_of_an_out_of_band_pull_are_rounded_as_well() -> None:
     served, own = run_workers(serve_some, 2, "bf16")[0]
-    assert torch.equal(served, rounded(own, Wire.BF16))
+    assert torch.equal(served, rounded(own, RowFormat.BF16))
     assert not torch.equal(served, own)

@@ -238,6 +238,9 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
     "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 EXACT = ["sgd", "adagrad", "adagrad-lr-decay"]
-LAZY = [name for name in OPTIMIZERS if name not in EXACT]
+"""They leave rows without a gradient alone."""
+LAZY = [name for name in OPTIMIZERS if name not in (*EXACT, "rprop")]
+"""They change every row, and can be told not to."""

@@ -19,7 +19,7 @@ from tests.support.namespaces import rename_host
 
 _context = multiprocessing.get_context("forkserver")
 # Workers are forked from a process that has imported torch already: milliseconds, not seconds.
-_context.set_forkserver_preload(["torch._dynamo", "parallax.session"])
+_context.set_forkserver_preload(["torch._dynamo", "parallax.api"])
 
 
 @dataclass

@@ -15,6 +15,7 @@ from benchmarks import goals, limits, origin, report
 from benchmarks.contest import Contest, Result, Setting, sittings_of, too_large
 from benchmarks.crew import Turn
 from benchmarks.engines import ENGINES
+from benchmarks.engines.task import Task
 from benchmarks.figures import figures_of
 from benchmarks.page import write
 from benchmarks.results import Results
@@ -40,6 +41,23 @@ def contest(workload: str = "lm", num_hosts: int = 8) -> Contest:
         Result("alone", {"torch": "1"}, 50, [turn(0.05, update=0.01)] * 3),
     ]
     return Contest(setting, [results, [Result("horovod", absent="no")]], "today", "here")
+
+
+@pytest.mark.parametrize("fused", ["", "-fused"])
+@pytest.mark.parametrize(("kind", "decays"), [("lm", True), ("dlrm", False)])
+def test_adamw_is_for_engines_that_take_it(
+    kind: str, decays: bool, fused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    task = Task.from_environment(f"{kind}-adam{fused}", is_emulated=True, options={})
+    assert task.workload.name == f"{kind}-adam{fused}"
+    optimizer = task.optimizer([torch.nn.Parameter(torch.ones(2))])
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert (optimizer.defaults["weight_decay"] > 0) == decays
+    assert bool(optimizer.defaults["fused"]) == bool(fused)
+    with pytest.raises(ValueError, match=f"{kind}-adam.* trains with AdamW"):
+        task.adagrad([])
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallax import cost
-from parallax.cost import Cluster, Link, Touched, Traffic
+from parallax.planning import cost
+from parallax.planning.cost import Cluster, Link, Touched, Traffic
 
 FAST, SLOW = Link(1000.0, 0.001), Link(10.0, 0.1)
 
@@ -18,7 +18,8 @@ def test_a_workers_bytes() -> None:
     assert cost.allreduce_bytes(100, 4) == 150
     assert cost.sharded_bytes(10, 96, 2) == 2 * 10 * 100 / 2
     assert cost.pull_bytes(3, 5, 10) == 3 * 4 + 50
-    assert cost.push_bytes(3, 10) == 3 * 14
+    assert cost.push_bytes(3, 10, 0) == 3 * 10
+    assert cost.push_bytes(3, 10, 3) == 3 * 14
     # The sharded route does not grow with the number of workers.
     assert cost.sharded_bytes(10, 96, 48) < 2 * cost.sharded_bytes(10, 96, 2)
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from parallax.data import ShardedLoader, count, empty, take
-from parallax.data.cut import spread
+from parallax.data.splitting import apportion
 from parallax.errors import CheckpointError, ConfigError, MismatchError
 
 
@@ -80,6 +80,28 @@ class Worker:
         return list(islice(self.batches, num_steps))
 
 
+class Counting:
+    """Trains nothing; keeps the numbers of samples that come before each batch."""
+
+    def __init__(self, counts: list[Any]) -> None:
+        self.counts = counts
+
+    def prefetches_here(self) -> bool:
+        return False
+
+    def reads_ahead(self, loader: int) -> bool:
+        return False
+
+    def declare_random(self, loader: int) -> None: ...
+
+    def declare_ids(self, loader: int, ids: dict[str, Callable[[Any], Any]]) -> None: ...
+
+    def begin_batch(self, of: Any, batch: Any, following: Any, counts: list[int]) -> None:
+        self.counts.append(counts)
+
+    def end_data(self) -> None: ...
+
+
 class Job:
     def __init__(
         self, num_workers: int, make: Callable[[int], DataLoader[Any]], split: bool = False
@@ -89,7 +111,7 @@ class Job:
         def build(rank: int) -> Worker:
             counts: list[list[int]] = []
             member = Member(board, rank)
-            sharded = ShardedLoader(make(rank), member, split=split, on_batch=counts.append)
+            sharded = ShardedLoader(make(rank), member, split=split, consumer=Counting(counts))
             return Worker(rank, sharded, counts)
 
         with ThreadPoolExecutor(num_workers) as pool:
@@ -252,15 +274,15 @@ def test_workers_with_different_batch_sizes() -> None:
 
 
 def test_spread() -> None:
-    assert spread(10, [2, 5, 3]) == [2, 5, 3]
-    assert spread(3, [4, 4, 4, 4]) == [1, 1, 1, 0]
-    assert spread(7, [1, 1, 1]) == [3, 2, 2]
-    assert spread(2, [8, 1, 8]) == [1, 0, 1]
-    assert spread(3, [1, 8]) == [1, 2]  # worker 0 never has nothing
-    assert spread(0, [1, 8]) == [0, 0]
+    assert apportion(10, [2, 5, 3]) == [2, 5, 3]
+    assert apportion(3, [4, 4, 4, 4]) == [1, 1, 1, 0]
+    assert apportion(7, [1, 1, 1]) == [3, 2, 2]
+    assert apportion(2, [8, 1, 8]) == [1, 0, 1]
+    assert apportion(3, [1, 8]) == [1, 2]  # worker 0 never has nothing
+    assert apportion(0, [1, 8]) == [0, 0]
     for total in range(40):
-        assert sum(spread(total, [3, 30, 7])) == total
-        assert all(a <= b for a, b in zip(spread(total, [3, 30, 7]), [3, 30, 7], strict=True))
+        assert sum(apportion(total, [3, 30, 7])) == total
+        assert all(a <= b for a, b in zip(apportion(total, [3, 30, 7]), [3, 30, 7], strict=True))
 
 
 def test_split_keeps_the_global_batches_of_one_process() -> None:
@@ -662,7 +684,7 @@ def test_one_worker_reads_a_stream_like_the_loader_itself() -> None:
 def test_counts_are_told_just_before_the_batch() -> None:
     events: list[Any] = []
     sharded = ShardedLoader(
-        DataLoader(numbers(3), 2), Member(Board(1), 0), split=False, on_batch=events.append
+        DataLoader(numbers(3), 2), Member(Board(1), 0), split=False, consumer=Counting(events)
     )
     for batch in sharded:
         events.append(batch.tolist())

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from parallax import replan
-from parallax.cost import Cluster, Link
-from parallax.drift import Drift, Pace, of_links
-from parallax.ledger import Entry, Record
-from parallax.plan import Plan
+from parallax.observability.ledger import Entry, Record
+from parallax.planning import links, replan
+from parallax.planning.changes import Notice, TunePartitions
+from parallax.planning.cost import Cluster, Link
+from parallax.planning.drift import Drift, Pace, of_links
+from parallax.planning.plan import Plan
 
 
 def paces(compute: list[float], waiting: list[float]) -> list[Pace]:
@@ -70,6 +72,12 @@ def test_links_that_carry_otherwise_are_named() -> None:
     )
 
 
+def two_workers(peers: Any) -> replan.Replanner:
+    """Of two workers on two hosts; no table may move."""
+    hosts: Any = type("Two", (), {"workers": [[0], [1]], "__len__": lambda self: 2})()
+    return replan.Replanner(peers, hosts, torch.device("cpu"), (), may_separate=False)
+
+
 def test_links_are_measured_seldom_and_no_change_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -83,26 +91,19 @@ def test_links_are_measured_seldom_and_no_change_is_forgotten(
     measured: list[float] = []
     known = Cluster(2, 1, Link(1e8, 1e-4), Link(1e9, 1e-5))
 
-    def measure() -> Cluster:
+    def measure(*_: object) -> Cluster:
         measured.append(steps[-1].seconds)
         return known
 
-    def never(*_: object) -> None:
-        raise AssertionError
-
-    decisions = replan.Decisions(never, never, never, measure, never, never, lambda: True)
-    hosts: Any = type("Two", (), {"workers": [[0], [1]], "__len__": lambda self: 2})()
-    alone: Any = SimpleNamespace(is_on=False)
-    looking = replan.Replanner(
-        peers, {}, alone, lambda: Plan(2, ()), decisions, hosts, may_separate=False
-    )
-    looking.cluster = known
+    monkeypatch.setattr(links, "measure", measure)
+    replanner = two_workers(peers)
 
     def train(num_steps: int, waiting: float) -> None:
         for _ in range(num_steps):
             entry = Entry(1e6, seconds=waiting)
             steps.append(Record(0, 1.0 + waiting, parameters={"a": entry}))
-            looking.end_step(len(steps))
+            found = replanner.after_step(Plan(2, ()), known, {}, len(steps), is_tuning=False)
+            assert found == []
 
     train(9, 1.0)
     assert measured == []
@@ -122,24 +123,17 @@ def test_a_worker_s_new_speed_is_told_always_and_followed_now_and_then() -> None
     )
     told: list[str] = []
     followed: list[float] = []
-
-    def never(*_: object) -> None:
-        raise AssertionError
-
-    def repace() -> None:
-        followed.append(steps[-1].seconds)
-
-    decisions = replan.Decisions(never, never, told.append, never, never, repace, lambda: True)
-    hosts: Any = type("Two", (), {"workers": [[0], [1]], "__len__": lambda self: 2})()
-    alone: Any = SimpleNamespace(is_on=False)
-    looking = replan.Replanner(
-        peers, {}, alone, lambda: Plan(2, ()), decisions, hosts, may_separate=False
-    )
+    replanner = two_workers(peers)
 
     def train(num_steps: int, seconds: float) -> None:
         for _ in range(num_steps):
             steps.append(Record(0, seconds))
-            looking.end_step(len(steps))
+            for change in replanner.after_step(Plan(2, ()), None, {}, len(steps), is_tuning=False):
+                if isinstance(change, Notice):
+                    told.append(change.text)
+                else:
+                    assert change == TunePartitions()
+                    followed.append(seconds)
 
     train(25, 1.0)
     train(80, 1.0)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from parallax.data import Epochs, Feed
+from parallax.data import Epochs, LoaderUsage
 from parallax.errors import ConfigError
 
 
@@ -35,26 +35,27 @@ def test_a_load_inside_the_loop_says_which_epoch_comes() -> None:
 
 
 class Training:
-    """A loader's feed, and the steps of a script."""
+    """The usage of a loader, and the steps of a script."""
 
     def __init__(self) -> None:
         self.step = 0
         self.saves: list[int] = []
         self.epochs = Epochs()
-        self.feed = Feed(self.epochs, lambda: self.step)
-        self.feed.before_batch = self._save
+        self.usage = LoaderUsage(self.epochs, self, self)
 
-    def _save(self) -> None:
+    def before_fetch(self) -> None: ...
+
+    def before_batch(self) -> None:
         self.saves.append(self.step)
 
     def run(self, *steps: int) -> None:
         """A pass: how many steps are completed with each batch."""
-        self.feed.begin()
+        self.usage.begin()
         for number in steps:
-            self.feed.ask(0)
-            self.feed.hand_out()
+            self.usage.before_fetch(0)
+            self.usage.before_batch()
             self.step += number
-        self.feed.leave()
+        self.usage.leave()
 
 
 def test_a_batch_after_a_step_is_a_save_point() -> None:
@@ -79,8 +80,8 @@ def test_an_evaluation_has_no_save_points() -> None:
         training.run(0, 0)
         training.step += 5
     assert not training.saves
-    assert training.feed.is_over
-    assert not training.feed.is_left
+    assert training.usage.is_over
+    assert not training.usage.is_left
 
 
 def test_a_pass_is_left_in_its_epoch() -> None:
@@ -88,18 +89,18 @@ def test_a_pass_is_left_in_its_epoch() -> None:
     for _ in training.epochs.up_to(2):
         assert not training.epochs.is_left
         training.run(1)
-        assert training.feed.is_left
+        assert training.usage.is_left
         assert training.epochs.is_left
-        training.feed.begin()
-        assert not training.feed.is_left
-        training.feed.leave()
+        training.usage.begin()
+        assert not training.usage.is_left
+        training.usage.leave()
     assert not training.epochs.is_left
 
 
 def test_a_pass_that_was_over_is_not_repeated_in_its_epoch() -> None:
     training = Training()
     training.epochs.restore(1)
-    training.feed.restore(is_left=True)
+    training.usage.restore(is_left=True)
     for epoch in training.epochs.up_to(3):
-        assert training.feed.is_done() is (epoch == 1)
-        assert not training.feed.is_done()
+        assert training.usage.take_done() is (epoch == 1)
+        assert not training.usage.take_done()

@@ -9,10 +9,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import paper
-from parallax.cost import Cluster, Link, Touched
-from parallax.forecast import Architecture, Table, Work, forecast, planned, scaling, work_of
-from parallax.ledger import Entry, Record
-from parallax.plan import ParameterPlan, Route
+from parallax.observability.ledger import Entry, Record
+from parallax.planning.cost import Cluster, Link, Touched
+from parallax.planning.forecast import (
+    Architecture,
+    Table,
+    Work,
+    forecast,
+    planned,
+    scaling,
+    work_of,
+)
+from parallax.planning.plan import ParameterPlan, Route
 
 CLUSTER = Cluster(2, 1, between=Link(1000.0, 0.01), within=Link(1e6, 0.0))
 TABLE = Table("table", size_bytes=1e6, row_bytes=96, touched=Touched(10))

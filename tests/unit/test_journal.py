@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallax.errors import ConfigError
-from parallax.journal import NAME, Journal, last_run, read
+from parallax.observability.journal import NAME, Journal, last_run, read
 
 
 def kinds(folder: Path) -> list[str]:

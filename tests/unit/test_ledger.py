@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import parallax
-from parallax.ledger import Entry, Ledger, Record
+from parallax.observability.ledger import Entry, Ledger, Record
 
 
 def test_a_record_is_told_whole() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parallax.memory import available_bytes
+from parallax.planning.memory import available_bytes
 
 
 @pytest.mark.parametrize(

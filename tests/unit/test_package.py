@@ -14,9 +14,10 @@ import parallax
 
 SOURCE = Path(parallax.__file__).parent
 ORDER = (
-    "variables errors text memory wire config init nn cluster hosts beacon analysis cost ledger "
-    "drift forecast plan planner journal tables comm watch tuner replan course data engine "
-    "checkpoint progress session"
+    "errors text comm.compression comm.threads config init nn cluster observability planning "
+    "tables comm planning.links observability.run_log planning.tuner planning.speed "
+    "planning.touched_rows planning.host_merging planning.replan planning.adaptive_plan data "
+    "engine checkpoint training setup api"
 ).split()
 
 
@@ -71,11 +72,12 @@ def _imported(file: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module == "parallax":
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("parallax."):
-            found.add(_room(str(node.module).split(".")[1:]))
+            parts = str(node.module).split(".")[1:]
+            found |= {_room([*parts, alias.name]) for alias in node.names} | {_room(parts)}
     return found
 
 
 def _room(parts: Sequence[str]) -> str:
     """The module's own entry in ORDER, or that of its folder."""
-    name = ".".join(parts)
-    return name if name in ORDER else parts[0]
+    names = (".".join(parts[:size]) for size in range(len(parts), 0, -1))
+    return next((name for name in names if name in ORDER), parts[0])

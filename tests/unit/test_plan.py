@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from parallax import cost
-from parallax.analysis import Kind, analyse
 from parallax.config import Config
-from parallax.cost import Cluster, Link, Touched
 from parallax.engine.row_optimizer import updater_of
 from parallax.errors import ConfigError, UnsupportedError
-from parallax.ledger import Entry, Record
-from parallax.plan import ParameterPlan, Plan, Route
-from parallax.planner import better_alone, better_route, make_plan
-from tests.support.models import EXACT, LAZY, OPTIMIZERS, Lookup
+from parallax.observability.ledger import Entry, Record
+from parallax.planning import cost
+from parallax.planning.analysis import Kind, analyse
+from parallax.planning.cost import Cluster, Link, Touched
+from parallax.planning.plan import ParameterPlan, Plan, Route, RowRule
+from parallax.planning.planner import better_alone, better_route, make_plan
+from tests.support.models import EXACT, OPTIMIZERS, Lookup, make_batches
 
 
 def plan_of(
@@ -53,19 +53,46 @@ def test_tied_modules_name_each_other() -> None:
     assert line.why == "used whole: tied, held by table (Embedding) and back (Linear)"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "rprop"])
 def test_routes_by_optimizer(optimizer: str) -> None:
     model = Lookup("embedding")
     default = plan_of(model, optimizer)["table.weight"]
     lazy = plan_of(model, optimizer, lazy=True)["table.weight"]
-    assert (default.route is Route.SHARDED) == (optimizer in EXACT)
+    assert default.route is lazy.route is Route.SHARDED
+    is_exact_on_touched_rows = optimizer in EXACT
+    assert (default.row_rule is RowRule.TOUCHED_ROWS) == is_exact_on_touched_rows
+    assert lazy.row_rule is RowRule.TOUCHED_ROWS
+    assert lazy.is_lazy != is_exact_on_touched_rows
+
+
+def test_what_cannot_be_lazy_is_exact() -> None:
+    line = plan_of(Lookup("embedding"), "rprop", lazy=True)["table.weight"]
+    assert line.row_rule is RowRule.EVERY_ROW
+    assert not line.is_lazy
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd-decay", "adagrad-decay"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_sparse_embeddings_are_refused_where_torch_refuses_them(
+    optimizer: str, num_workers: int
+) -> None:
+    """Whether dense or lazy updates are meant is the user's to say."""
+    model = Lookup("sparse")
+    with pytest.raises(RuntimeError, match="sparse"):
+        model(make_batches(1)[0]).backward()
+        OPTIMIZERS[optimizer](model.parameters()).step()
+    with pytest.raises(
+        ConfigError, match=r"'table.weight' has sparse=True.*lazy=\['table.weight'\]"
+    ):
+        plan_of(Lookup("sparse"), optimizer, num_workers)
+    lazy = plan_of(Lookup("sparse"), optimizer, num_workers, lazy=["table.*"])["table.weight"]
     assert lazy.route is Route.SHARDED
-    assert ("lazily" in lazy.why) == (optimizer in LAZY)
+    assert lazy.is_lazy
 
 
-def test_sparse_embeddings_ask_for_laziness_where_torch_would_raise() -> None:
-    assert plan_of(Lookup("sparse"), "adam")["table.weight"].route is Route.SHARDED
-    assert plan_of(Lookup("sparse"), "sgd-momentum")["table.weight"].route is Route.ALL_REDUCE
+def test_sparse_momentum_changes_every_row_as_in_torch() -> None:
+    line = plan_of(Lookup("sparse"), "sgd-momentum")["table.weight"]
+    assert line.row_rule is RowRule.EVERY_ROW
 
 
 def test_one_worker_needs_no_route_but_for_laziness() -> None:
@@ -92,7 +119,7 @@ def test_patterns_that_match_nothing_are_named(field: str) -> None:
 
 
 def test_bytes_follow_the_formulas() -> None:
-    plan = plan_of(Lookup("embedding"), "adam")
+    plan = plan_of(Lookup("embedding"), routes={"table.*": "all-reduce"})
     assert plan["table.weight"].bytes_per_step == cost.allreduce_bytes(40 * 6 * 4, 4)
     entries = {"table.weight": Entry(123.0, rows=5, asked_rows=3), "out.weight": Entry(9.0)}
     mean = Record(0, seconds=0.5, parameters=entries)
@@ -142,11 +169,29 @@ def test_what_a_hosts_link_carries_decides_between_routes() -> None:
     assert better_route(line, touched, hosts, merges=True) is None
 
 
-def test_hints_say_what_lazy_would_save() -> None:
-    (hint,) = plan_of(Lookup("embedding"), "adam").hints()
-    assert "1.4 kB a step and worker, because Adam updates untouched rows too" in hint
-    assert "only touched rows would travel, 48 B each" in hint
-    assert not plan_of(Lookup("embedding")).hints()
+def test_hints_say_what_updating_every_row_takes() -> None:
+    """Once for all tables, and only where it takes a time that a user would notice."""
+    model = nn.ModuleDict({name: nn.Embedding(50_000, 256, device="meta") for name in "ab"})
+    model["out"] = nn.Linear(2, 2, device="meta")
+    (hint,) = plan_of(model, "adam", num_workers=2).hints()
+    assert "all its rows of 'a.weight', 'b.weight' in every step (51.2 MB)" in hint
+    assert "lazy=True" in hint
+    assert not plan_of(model, "adam", num_workers=8).hints()
+    assert not plan_of(model, "adam", num_workers=2, lazy=True).hints()
+    assert not plan_of(model, "adam", num_workers=2, routes={"*": "all-reduce"}).hints()
+    assert not plan_of(model, "sgd", num_workers=2).hints()
+
+
+def test_the_plan_says_which_rows_are_updated() -> None:
+    def row(optimizer: str, **options: object) -> str:
+        return str(plan_of(Lookup("embedding"), optimizer, **options)).splitlines()[-1]
+
+    assert row("adam").endswith("; every row is updated by its owner")
+    assert row("sgd").endswith("; only touched rows are updated")
+    assert row("adam", lazy=True).endswith("; only touched rows are updated (lazy)")
+    assert "updated" not in row("adam", routes={"*": "all-reduce"})
+    plan = plan_of(Lookup("embedding"), "adam")
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_gradient_hooks_keep_a_table_whole() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.comm import links
+from parallax.planning import links
 
 
 class Ring:

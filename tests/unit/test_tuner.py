@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from parallax.comm.peers import Peers
-from parallax.ledger import Ledger
-from parallax.tuner import Tuner, best, fit, next_trial
+from parallax.observability.ledger import Ledger
+from parallax.planning.tuner import Tuned, Tuner, best, fit, next_trial
 
 
 def curve(constant: float, hidden: float, each: float) -> Callable[[int], float]:
@@ -75,11 +75,17 @@ def test_where_there_is_no_such_curve_trials_decide() -> None:
     assert best({2: 3.01, 4: 3.0, 8: 2.99, 16: 2.98}, 1) == 2
 
 
+def end_step(tuner: Tuner, seconds: float, known: int | None = None) -> Tuned | None:
+    """A step; `known` is what an earlier run has found."""
+    found = tuner.end_step(seconds)
+    return tuner.begin_trials(known) if tuner.is_warm else found
+
+
 def of_two(least: int = 1) -> Tuner:
     """That of the first of two workers."""
     peers = Peers(0, 2, ledger=Ledger(), timeout_seconds=1)
     peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
-    tuner = Tuner(peers, least, lambda: None, lambda times: None)
+    tuner = Tuner(peers, least)
     tuner.start()
     return tuner
 
@@ -87,7 +93,7 @@ def of_two(least: int = 1) -> Tuner:
 def test_beginning_anew_takes_back_what_is_on_trial() -> None:
     tuner = of_two()
     for _ in range(45):
-        tuner.end_step(1.0)
+        end_step(tuner, 1.0)
     assert tuner.number == 4
     tuner.start()
     assert tuner.number == 1
@@ -97,7 +103,7 @@ def test_where_one_number_is_left_none_is_tried() -> None:
     tuner = of_two(least=16)
     for _ in range(30):
         assert tuner.is_on
-        tuner.end_step(1.0)
+        end_step(tuner, 1.0)
     assert not tuner.is_on
     assert tuner.number == 16
 
@@ -107,37 +113,35 @@ def test_a_slow_trial_decides_nothing() -> None:
     took = curve(1.0, 0.9, 0.1)
     for step in range(1000):
         # Others have the machine: while the first number is tried, and for parts of other trials.
-        tuner.end_step(took(tuner.number) * (3 if 30 <= step < 45 or step % 10 < 3 else 1))
+        end_step(tuner, took(tuner.number) * (3 if 30 <= step < 45 or step % 10 < 3 else 1))
     assert not tuner.is_on
     assert tuner.number == 3
 
 
 def test_a_tuner_settles_after_its_trials() -> None:
-    settled: list[dict[int, float]] = []
     peers = Peers(0, 1, ledger=Ledger(), timeout_seconds=1)
-    found: list[int | None] = [None]
-    tuner = Tuner(peers, 1, lambda: found[-1], lambda times: settled.append(dict(times)))
+    tuner = Tuner(peers, 1)
     tuner.start()
-    tuner.end_step(1.0)
+    end_step(tuner, 1.0)
     assert tuner.number == 1  # One worker has nothing to find.
     peers.num_workers = 2
     peers.broadcast = lambda values, where: values  # type: ignore[method-assign]
     tuner.start()
-    took, numbers = curve(1.0, 0.9, 0.1), []
+    took, numbers, found = curve(1.0, 0.9, 0.1), [], []
     for _ in range(30 + 9 * 10):
         assert tuner.is_on
         numbers.append(tuner.number)
-        tuner.end_step(took(tuner.number))
+        found.append(end_step(tuner, took(tuner.number)))
     assert not tuner.is_on
     assert numbers[30::10] == [2, 4, 8] * 3  # A slow time of the machine is not one number's.
     assert tuner.number == 3
-    assert settled == [{number: pytest.approx(took(number)) for number in (2, 4, 8)}]
-    assert not tuner.is_on
-    found.append(7)
+    assert found[:-1] == [None] * (len(found) - 1)
+    assert found[-1] == Tuned(3, {number: pytest.approx(took(number)) for number in (2, 4, 8)})
     tuner.start()
+    found = []
     for _ in range(30):
         assert tuner.is_on
-        tuner.end_step(1.0)
+        found.append(end_step(tuner, 1.0, known=7))
     assert tuner.number == 7
-    assert settled[1:] == [{}]
+    assert found == [None] * 29 + [Tuned(7, {})]
     assert not tuner.is_on

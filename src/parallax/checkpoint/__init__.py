@@ -5,20 +5,22 @@
         dense.pt                   from rank 0: parameters and state that every worker has
         part-00000-of-00004.pt     from each worker: its rows of tables and of their state
 
-A crash leaves the old manifest and the folder it names. No process holds a whole table: each
-reads from all parts the rows that it owns now. Nothing is unpickled but tensors and plain values.
+A crash leaves the old manifest and the folder it names. No process holds all rows of a table: each
+reads the rows that it owns now from all parts. Only tensors and plain values are unpickled.
 
-    contents   ── what there is to save or to fill       manifest  ── what a checkpoint consists of
+    state      ── the live state of a training           manifest  ── what a checkpoint consists of
+    contents   ── what is saved, or filled by load()
     writer     ── save()                                 reader    ── the files, mapped into memory
     restorer   ── load()                                 exporter  ── export()
     generators ── the states of random generators        plain     ── values that can be read again
-    together   ── all workers do a thing, or none goes on
+    together   ── an action on all workers; if it fails on one, all raise
 
-Beside a script's own `save` and `load`, a session saves by itself and goes on by itself:
+Besides the script's own `save` and `load`, a session saves and resumes automatically:
 
     schedule   ── when a save is due                     folder    ── the checkpoints of a training
-    autosave   ── at which moment it is made             newest    ── the one to go on from
-    attached   ── schedulers and what else a script has
+    autosave   ── at which moment it is made             newest    ── the one to resume from
+    attached   ── schedulers and other objects of a script
+    progress   ── all of this for one session
 """
 
 from parallax.checkpoint.attached import Attached
@@ -29,6 +31,7 @@ from parallax.checkpoint.folder import Folder
 from parallax.checkpoint.newest import load_newest
 from parallax.checkpoint.restorer import load
 from parallax.checkpoint.schedule import Schedule
+from parallax.checkpoint.state import TrainingState
 from parallax.checkpoint.together import LOADING, SAVING
 from parallax.checkpoint.writer import save
 
@@ -42,6 +45,7 @@ __all__ = [
     "Folder",
     "Restored",
     "Schedule",
+    "TrainingState",
     "export",
     "load",
     "load_newest",

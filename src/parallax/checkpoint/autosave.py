@@ -1,35 +1,36 @@
-"""Checkpoints that are saved by themselves while a script trains.
+"""Save checkpoints automatically while a script trains.
 
 [Note: save points] A checkpoint must be of a moment between two steps of the script: everything
-that belongs to a step has run (schedulers, counters), and nothing of the next has. The session
+that belongs to a step has run (schedulers, counters), and nothing of the next step has. The session
 does not see the script's loop, but two moments in it:
 
-- A sharded loader is asked for the next batch, and a step was completed with the one before. The
-  batch is fetched first, because at the end of an epoch there is none: the script has yet to do
-  what it does there, and the save waits for the first batch of the next epoch. Then the save
-  comes before the loader's place counts the batch.
-- The first reduction of the next step, if the script has no batch of a sharded loader and is not
-  in the end of an epoch: it feeds itself. Buffers and random generators have gone on by then, so
-  what they were is kept from the end of the step.
+- A sharded loader is asked for the next batch, and a step was completed with the batch before. The
+  batch is fetched first. At the end of an epoch there is none: the script still has to do what it
+  does there, so the save waits for the first batch of the next epoch. Then the save is made before
+  the loader's position counts the batch.
+- The first reduction of the next step begins, if the script has no batch of a sharded loader and is
+  not at the end of an epoch: it reads its data by itself. By then buffers and random generators
+  have changed, so their states are kept from the end of the step.
 
-[Note: due together] All workers must save at the same moment. Steps are the same on all. The
-time is rank 0's: it raises a flag in the header of a reduction, and all hear it there, before the
-step ends. No message is sent for it.
+[Note: due together] All workers must save at the same moment. The number of steps is the same on
+all. The time is that of rank 0: it sets a flag in the header of a reduction, so all workers know it
+before the step ends. No extra message is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from parallax.checkpoint import generators
-from parallax.checkpoint.contents import Contents, Earlier
+from parallax.checkpoint.contents import Earlier
 from parallax.checkpoint.folder import Folder
 from parallax.checkpoint.schedule import Schedule
+from parallax.checkpoint.state import TrainingState
 from parallax.checkpoint.together import SAVING, together
 from parallax.checkpoint.writer import save
 from parallax.comm.peers import Peers
@@ -38,76 +39,87 @@ from parallax.errors import CheckpointError
 _log = logging.getLogger("parallax")
 
 
+class Fallback(enum.Enum):
+    """Whether a failed save may be ignored."""
+
+    UNCHECKED = "the folder may have checkpoints of another training"
+    ABSENT = "there is no checkpoint of this training, or the last save failed"
+    PRESENT = "there is a checkpoint to fall back on"
+
+
 class Autosave:
-    """Saves when the schedule says so, at a save point, and keeps the last checkpoints."""
+    """Saves at the first save point after a checkpoint is due, and keeps the last ones."""
 
     def __init__(
-        self,
-        folder: Folder,
-        schedule: Schedule,
-        keep: int,
-        peers: Peers,
-        contents: Callable[[], Contents],
-        is_fed: Callable[[int], bool],
+        self, folder: Folder, schedule: Schedule, keep: int, peers: Peers, state: TrainingState
     ) -> None:
         self._folder = folder
         self._schedule = schedule
         self._keep = keep
         self._peers = peers
-        self._contents = contents
-        self._is_fed = is_fed
-        """Whether sharded loaders feed a thread of the script: the next save point is theirs."""
+        self._state = state
+        self._is_called = False
+        """In this step some worker has asked all workers to save."""
         self._is_due = False
         self._at_end: Earlier | None = None
         self._at_fetch: Earlier | None = None
         self._thread = 0
-        """The one that trains. Another may read batches ahead, which tells nothing of steps."""
-        self._is_safe = False
-        """Whether there is a checkpoint to fall back on, and the last save did not fail."""
-        self._goes_on = False
-        """Whether the checkpoints in the folder, if any, belong to this training."""
+        """The thread that trains. Another one may read batches ahead, which is no save point."""
+        self._fallback = Fallback.UNCHECKED
 
-    def call(self) -> bool:
-        """Whether rank 0 calls all to a save. See [Note: due together]."""
+    def wants_save(self) -> bool:
+        """Return whether this worker asks all to save. See [Note: due together]."""
         return self._peers.rank == 0 and self._schedule.time_is_up()
 
-    def loaded(self) -> None:
-        """The session has gone to the step of a checkpoint."""
+    def call_save(self) -> None:
+        """Note that some worker has asked all to save after this step."""
+        self._is_called = True
+
+    def after_load(self) -> None:
+        """Continue from a checkpoint that was loaded."""
         self._is_due, self._at_end, self._at_fetch = False, None, None
-        self._is_safe = self._goes_on = True
+        self._fallback = Fallback.PRESENT
         self._schedule.restart(self._peers.step)
 
-    def after_step(self, *, called: bool, is_settled: bool) -> None:
-        """An optimizer has stepped; `is_settled` if no other has yet to, in this step."""
+    def after_step(self, *, is_complete: bool) -> None:
+        """Check the schedule after an optimizer's step. `is_complete`: all optimizers have made as
+        many steps. Collective the first time."""
         self._thread = threading.get_ident()
-        if not self._goes_on:
-            self._goes_on = True
+        if self._fallback is Fallback.UNCHECKED:
+            self._fallback = Fallback.ABSENT
             check = self._folder.check_unused
             together(self._peers, SAVING, lambda: check() if self._peers.rank == 0 else None)
-        self._is_due |= called or self._schedule.steps_are_up(self._peers.step)
+        self._is_due |= self._is_called or self._schedule.steps_are_up(self._peers.step)
+        self._is_called = False
         if self._is_due:
-            feeds_itself = is_settled and not self._is_fed(self._thread)
-            self._at_end = self._now() if feeds_itself else None
+            reads_by_itself = is_complete and not self._uses_loaders()
+            self._at_end = self._now() if reads_by_itself else None
+
+    def _uses_loaders(self) -> bool:
+        """Return whether sharded loaders give the training thread its batches, so that the next
+        save point is theirs."""
+        return self._state.loaders.are_in_use(self._thread)
 
     # Save points. See [Note: save points] --------------------------------------------------
 
     def before_fetch(self) -> None:
+        """Keep the random states: a loader reads a batch now."""
         if self._is_due and self._thread == threading.get_ident():
             self._at_fetch = Earlier(generators.states())  # reading samples may draw numbers
 
     def before_batch(self) -> None:
-        """A loader hands out a batch, after a step with the one before."""
+        """Save if it is due: a loader hands out a batch, after a step with the one before."""
         if self._is_due and self._thread == threading.get_ident():
             self._save(self._at_fetch)
 
     def before_reduction(self) -> None:
-        """The gradients of the next step begin to come together."""
+        """Save if it is due: the first reduction of the next step begins."""
         earlier, self._at_end = self._at_end, None
-        if earlier is not None and not self._is_fed(self._thread):
+        if earlier is not None and not self._uses_loaders():
             self._save(earlier)
 
     def _now(self) -> Earlier:
-        buffers = {n: b.detach().clone() for n, b in self._contents().buffers.items()}
+        buffers = {n: b.detach().clone() for n, b in self._state.contents().buffers.items()}
         return Earlier(generators.states(), buffers)
 
     # Saving -------------------------------------------------------------------------------
@@ -117,17 +129,17 @@ class Autosave:
         step, start = self._peers.step, time.monotonic()
         path = self._folder.place_of(step)
         try:
-            save(path, dataclasses.replace(self._contents(), earlier=earlier), self._peers)
+            save(path, dataclasses.replace(self._state.contents(), earlier=earlier), self._peers)
         except CheckpointError as error:
-            if not self._is_safe:
+            if self._fallback is not Fallback.PRESENT:
                 raise
-            self._is_safe = False
+            self._fallback = Fallback.ABSENT
             if self._peers.rank == 0:
                 with contextlib.suppress(OSError):
                     path.rmdir()  # if nothing is in it
             _log.error("%s. Training goes on; the next save must succeed", error)
         else:
-            self._is_safe = True
+            self._fallback = Fallback.PRESENT
             if self._peers.rank == 0:
                 _log.info("saved %r in %.1f s", str(path), time.monotonic() - start)
                 self._prune(step)

@@ -141,7 +141,7 @@ def _restore(reader: Reader, contents: Contents, rank: int, num_workers: int) ->
         table = contents.tables.get(id(parameter))
         _restore_parameter(reader.parameter(name), parameter, table, rank)
         if table is not None:
-            _restore_residue(reader, name, table, rank, num_workers)
+            _restore_error_feedback(reader, name, table, rank, num_workers)
     for name, buffer in contents.buffers.items():
         buffer.copy_(reader.dense["buffers"][name])
     for key, value in reader.dense["extra"].items():
@@ -170,21 +170,25 @@ def _restore_parameter(
     table.replaced()
 
 
-def _restore_residue(
+def _restore_error_feedback(
     reader: Reader, name: str, table: SparseTable, rank: int, num_workers: int
 ) -> None:
-    """Each worker takes over what some of those at saving kept; a mean is of fewer or more now."""
+    """Take over the errors that some of the workers had when they saved.
+
+    The mean of the gradients is over another number of workers now, so errors are scaled.
+    """
     device, scale = table.parameter.device, num_workers / len(reader.parts)
-    table.residue = None
+    table.error_feedback = None
     if not table.rounds:
         return
     for part in reader.parts[rank::num_workers]:
-        if name not in part.get("residue", {}):  # Rows travelled as they are.
+        saved = part.get("error_feedback", {})
+        if name not in saved:  # Rows were not compressed.
             continue
-        ids, rows = (each.to(device) for each in part["residue"][name])
-        if table.residue is None:
-            table.residue = table.new_residue()
-        table.residue.keep(ids, table.residue.of(ids) + rows * scale)
+        ids, errors = (each.to(device) for each in saved[name])
+        if table.error_feedback is None:
+            table.error_feedback = table.new_error_feedback()
+        table.error_feedback.store(ids, table.error_feedback.lookup(ids) + errors * scale)
 
 
 def _restore_state(

@@ -148,10 +148,10 @@ def _part(contents: Contents) -> dict[str, Any]:
     return {
         "rows": {name: table.shard for name, table in tables.items()},
         "state": {name: _state(contents, p, by_row=True) for name, p in sharded.items()},
-        "residue": {
-            name: table.residue.kept()
+        "error_feedback": {
+            name: table.error_feedback.items()
             for name, table in tables.items()
-            if table.residue is not None
+            if table.error_feedback is not None
         },
         "random": contents.random_then,
     }
@@ -165,7 +165,7 @@ def _dense(contents: Contents) -> dict[str, Any]:
         "state": {name: _state(contents, p, by_row=False) for name, p in parameters.items()},
         "optimizers": [contents.options(each) for each in contents.optimizers],
         "loaders": [loader.state_dict() for loader in contents.loaders],
-        "left": [i for i, loader in enumerate(contents.loaders) if loader.feed.is_left],
+        "left": [i for i, loader in enumerate(contents.loaders) if loader.usage.is_left],
         "epoch": contents.epoch,
         "attached": contents.attached.states(),
         "keys": contents.keys,

@@ -14,9 +14,6 @@ class Cache:
 
     segments: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def clear(self) -> None:
-        self.segments.clear()
-
     def put(self, slots: Tensor, rows: Tensor) -> None:
         self.segments = [(slots, rows)]
 

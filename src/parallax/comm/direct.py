@@ -1,14 +1,14 @@
-"""An all-reduce of few bytes in two exchanges.
+"""Direct sums: an all-reduce of few bytes in two exchanges.
 
-[Note: direct] A ring of N workers takes 2(N - 1) turns. Beside rows, each turn stands in line
-behind what the links carry already, and the last ones are waited for while the links are idle. So
-few gradients are summed in two turns, with the same bytes: each worker gets a part of all
-workers' values, sums it and sends the sum to all. For many bytes the ring is the better one,
-because a link then has one sender only; and not for some of them beside the ring, whose turns
-would stand in line behind them.
+[Note: direct] A ring of N workers takes 2(N - 1) turns. If it overlaps with an exchange of rows,
+each turn queues behind the rows, and the last turns are waited for while the links are idle. So
+small gradients are summed in two turns that move the same bytes: each worker receives one part of
+all workers' values, sums it and sends the sum to all. For large gradients the ring is better,
+because each link then has one sender only. The two are never mixed: turns of the ring would queue
+behind the direct exchanges.
 
-The second turn has a group of its own, on which a thread starts one after the other: the reducer
-may be waiting in the training thread.
+The second turn has a process group of its own. A thread starts these turns one after the other,
+because the training thread may be waiting in the reducer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.comm.courier import Courier
 from parallax.comm.peers import communicating
+from parallax.comm.threads import BackgroundThread
 
 
 class DirectSums:
@@ -29,10 +29,10 @@ class DirectSums:
     def __init__(self, group: dist.ProcessGroup, sums: dist.ProcessGroup, num_workers: int) -> None:
         self._group, self._sums = group, sums
         self._num_workers = num_workers
-        self._courier = Courier("parallax-sums")
+        self._thread = BackgroundThread("parallax-sums")
 
     def start(self, values: Tensor) -> tuple[torch.futures.Future[Tensor], Future[None]]:
-        """Told twice when it is done: for the reducer, and for who wants to see errors."""
+        """Return two futures: one for DDP's reducer, one that raises errors in the caller."""
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         size = -(-len(values) // self._num_workers)
         padded = values.new_zeros(size * self._num_workers)
@@ -53,7 +53,7 @@ class DirectSums:
                 raise
             done.set_result(values)
 
-        return done, self._courier.send(finish)
+        return done, self._thread.submit(finish)
 
     def close(self) -> None:
-        self._courier.close()
+        self._thread.close()

@@ -5,7 +5,7 @@ own before the ids. So a header has room for some ids. Every worker tells its la
 know alike whether the ids were in the headers or follow in a message of their own. The room is the
 same for all operations, because gloo ends a process that receives more than it expects: workers
 that are in different operations must still be able to read each other's headers. It starts small
-and doubles to what lookups need; beyond `MAX_ROOM` a message of its own costs little in comparison.
+and grows to what lookups need. Beyond `MAX_ROOM` a message of its own costs little in comparison.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Verb(enum.IntEnum):
     REDUCTION = 3
     GATHER = 4
     MEETING = 5
-    DETOUR = 6
-    AHEAD = 7
+    OUT_OF_BAND = 6
+    PREFETCH = 7
 
 
 _PHRASES = {
@@ -42,8 +42,8 @@ _PHRASES = {
     Verb.REDUCTION: "the end of backward",
     Verb.GATHER: "gathering all rows of {subject!r}",
     Verb.MEETING: "{subject}",
-    Verb.DETOUR: "a lookup of {subject!r} with other ids than foreseen (number {ordinal})",
-    Verb.AHEAD: "{subject} of batch {ordinal}",
+    Verb.OUT_OF_BAND: "a lookup of {subject!r} with other ids than prefetched (number {ordinal})",
+    Verb.PREFETCH: "{subject} of batch {ordinal}",
 }
 
 
@@ -55,7 +55,7 @@ class Fault(enum.IntEnum):
     BAD_TYPE = 2
 
 
-FIRST_ROOM, MAX_ROOM = 64, 1024
+FIRST_ROOM, MAX_ROOM = 64, 8192
 NO_FAULT = (Fault.NONE, 0)
 
 
@@ -83,9 +83,11 @@ class Answer:
     flags: list[bool]
     """Each: whether any worker raised it."""
     ids: Tensor
-    """From all workers, in their order."""
+    """From all workers, in their order; none from those that push as requested."""
     largest: int
-    """The most that any worker has for any; the same on all workers."""
+    """The most ids that any worker tells any other; the same on all workers."""
+    as_requested: NDArray[np.bool_]
+    """By worker: whether its ids are those of its last pull, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -105,20 +107,20 @@ class Layout:
         fault: tuple[Fault, int],
         counts: Counts,
         flags: Sequence[bool],
-        ids: NDArray[np.integer[Any]],
+        ids: NDArray[np.integer[Any]] | None,
         room: int,
     ) -> Tensor:
         """Return a header for each worker. `counts` is by worker; `ids` are ordered by worker and
-        stay out if they do not fit."""
+        stay out if they do not fit. None: the receivers have them from the last pull."""
         totals = counts.sum(1)
-        largest = int(totals.max())
+        largest = AS_REQUESTED if ids is None else int(totals.max())
         message = np.zeros((len(counts), 2 * self.num_words + room), np.int32)
         words = message[:, : 2 * self.num_words].view(np.int64)
         words[:, :_NUM_HEAD] = (*where, *fault, largest)
         words[:, _NUM_HEAD : _NUM_HEAD + counts.shape[1]] = counts
         if flags:
             words[:, _NUM_HEAD + self.max_counts :].view(np.uint8)[:, : len(flags)] = flags
-        if len(ids) and largest <= room:
+        if ids is not None and len(ids) and largest <= room:
             is_taken = np.arange(room) < totals[:, None]
             message[:, 2 * self.num_words :][is_taken] = ids
         return torch.from_numpy(message)
@@ -145,11 +147,14 @@ class Layout:
 
 _NUM_HEAD = 7
 """Words before the counts: operation (4), fault (2), largest count."""
+AS_REQUESTED = -1
+"""In the place of the largest count: no ids are told. See [Note: request order] in pull.py."""
 
 
 def grown(room: int, largest: int) -> int:
-    """The room of the headers after a lookup. See [Note: room]."""
-    if largest <= MAX_ROOM:
-        while room < largest:
-            room *= 2
-    return room
+    """Return the room of the headers after a lookup. See [Note: room]."""
+    if largest > MAX_ROOM:
+        return FIRST_ROOM
+    if largest <= room:
+        return room
+    return -(-(largest + largest // 8) // FIRST_ROOM) * FIRST_ROOM  # The next may have a few more.

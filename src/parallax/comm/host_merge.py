@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallax.comm.header import Answer, Operation, Verb
+from parallax.cluster.topology import Hosts
+from parallax.comm.header import Operation
 from parallax.comm.peers import Peers
-from parallax.comm.push import RowSums, Traffic
+from parallax.comm.push import Incoming, Outgoing, RowSums
 from parallax.comm.rows import RowExchange, by_group, row_size
-from parallax.cost import ID_BYTES
-from parallax.errors import OutOfStepError
-from parallax.hosts import Hosts
+from parallax.planning.cost import ID_BYTES
 from parallax.tables.host import Counts
 from parallax.tables.space import Keys, SlotSpace, num_distinct
 
@@ -34,16 +33,24 @@ MAX_KEYS = 2**31
 class HostMerge:
     """The workers of this host."""
 
-    def __init__(self, peers: Peers, inside: Peers, hosts: Hosts, *, is_on: bool) -> None:
-        self.is_on = is_on
-        """The same on all workers. Otherwise each pulls and pushes for itself."""
+    def __init__(self, peers: Peers, hosts: Hosts, *, is_on: bool) -> None:
+        assert peers.host is not None
         self._peers = peers
-        self._inside = inside
+        self._inside = peers.host
         places = {rank: place for ranks in hosts.workers for place, rank in enumerate(ranks)}
         here = [places[owner] % hosts.num_local_workers for owner in sorted(places)]
         self._speakers: Counts = np.array(here, np.int64)
         """By owner: who speaks with it."""
-        peers.meet_inside = self.meet
+        self.switch(is_on)
+
+    @property
+    def is_on(self) -> bool:
+        """The same on all workers. Otherwise each pulls and pushes for itself."""
+        return self._peers.merges_host
+
+    def switch(self, is_on: bool) -> None:
+        """Merge from the next operation on, or stop it. On all workers."""
+        self._peers.switch_host_merge(is_on)
 
     def union(self, operation: Operation, space: SlotSpace, wanted: Keys) -> Union:
         """Join what the workers of the host want. All of them take part."""
@@ -61,52 +68,30 @@ class HostMerge:
         if not self.is_on:
             return found, list(values)
         if not space.num_tables:
-            self.meet(operation)
+            self._peers.meet_on_host(operation)
             return found, list(values)
         with self._peers.waiting(operation):
             told = self._tell(operation, space, found)
             if told is None:
                 return found, list(values)
             sent, received = (space.group_sums(each.T) for each in (told.sent, told.received))
-            traffic = [
-                Traffic(rows.index_select(0, order - first), *moved)
-                for rows, order, first, *moved in zip(
+            outgoing = [
+                Outgoing(rows.index_select(0, order - first), counts, keys)
+                for rows, order, first, counts, keys in zip(
                     values,
                     by_group(told.order, sent.T),
                     _firsts(space, found),
                     sent,
                     by_group(told.asked, sent.T),
-                    received,
-                    by_group(told.keys, received.T),
                     strict=True,
                 )
             ]
-            sums = RowSums(self._inside, traffic, values)
+            incoming = Incoming(by_group(told.keys, received.T), received, 1)
+            sums = RowSums(self._inside, outgoing, incoming, values)
         merged = sums.wait(1.0, lambda: self._peers.waiting(operation))
         _book(self._inside, sent, values, sums.waited_seconds)
         keys = torch.cat([keys for keys, _ in merged])
         return Keys(keys, space.count(keys)), [rows for _, rows in merged]
-
-    def meet(self, operation: Operation) -> None:
-        """See that the workers of the host are in one operation. See `_announced`."""
-        if self.is_on:
-            with self._peers.waiting(operation):
-                self._announced(operation, None, None)
-
-    def _announced(
-        self, operation: Operation, counts: Counts | None, ids: Tensor | None
-    ) -> Answer | None:
-        """Return what the workers of the host tell each other; None if they are in different
-        operations.
-
-        Then this worker goes on to where all meet, so that all of them learn who is where.
-        """
-        try:
-            return self._inside.announce(operation, counts, ids=ids)
-        except OutOfStepError:
-            if operation.verb is Verb.AHEAD:  # It is not announced to all.
-                raise
-            return None
 
     def _tell(self, operation: Operation, space: SlotSpace, found: Keys) -> _Told | None:
         """Give each key to whoever speaks with its owner."""
@@ -116,7 +101,7 @@ class HostMerge:
         sent = np.zeros((num_here, space.num_tables), np.int64)
         np.add.at(sent, self._speakers, found.counts.T)
         asked = found.keys[order]
-        told = self._announced(operation, sent, asked)
+        told = self._peers.announce_on_host(operation, sent, asked)
         if told is None:
             return None
         away = len(asked) - int(sent[self._inside.rank].sum())

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.comm.board import Board, Report
-from parallax.comm.detour import Detours
+from parallax.cluster.heartbeats import Heartbeats, PostedError
+from parallax.comm.compression import RowFormat
 from parallax.comm.header import (
+    AS_REQUESTED,
     FIRST_ROOM,
     NO_FAULT,
     Answer,
@@ -31,6 +33,7 @@ from parallax.comm.header import (
     Verb,
     grown,
 )
+from parallax.comm.out_of_band import OutOfBandPulls
 from parallax.errors import (
     OutOfStepError,
     ParallaxError,
@@ -38,9 +41,8 @@ from parallax.errors import (
     WaitTimeoutError,
     WorkerLostError,
 )
-from parallax.ledger import Ledger
+from parallax.observability.ledger import Ledger
 from parallax.tables.host import Counts, to_host
-from parallax.wire import Wire
 
 _OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory")
 """What the CPU's allocator says, and the operating system."""
@@ -74,15 +76,24 @@ class Lane(enum.Enum):
     """Which group carries an exchange."""
 
     ROWS = "rows"
-    AHEAD = "ahead"
+    PREFETCH = "prefetch"
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """Process groups of the workers of one host."""
+
+    ranks: Sequence[int]
+    control: dist.ProcessGroup | None
+    rows: dist.ProcessGroup | None
 
 
 class Peers:
     """The group of workers. With one worker, every method answers without a group.
 
-    `control` carries small CPU tensors, `rows` the rows and row gradients of tables, `ahead` what
-    belongs to the next batch. Operations on a group are matched by their order, so each header says
-    which operation it belongs to.
+    `control` carries small CPU tensors, `rows` the rows and row gradients of tables, `prefetch` and
+    `prefetch_control` the same for the next batch. Operations on a group are matched by their
+    order, so each header says which operation it belongs to.
     """
 
     def __init__(
@@ -94,68 +105,70 @@ class Peers:
         timeout_seconds: float,
         control: dist.ProcessGroup | None = None,
         rows: dist.ProcessGroup | None = None,
-        ahead: dist.ProcessGroup | None = None,
-        control_ahead: dist.ProcessGroup | None = None,
-        board: Board | None = None,
-        detours: Detours | None = None,
-        wire: Wire = Wire.FLOAT32,
+        prefetch: dist.ProcessGroup | None = None,
+        prefetch_control: dist.ProcessGroup | None = None,
+        heartbeats: Heartbeats | None = None,
+        out_of_band: OutOfBandPulls | None = None,
+        host: HostGroups | None = None,
+        layout: Layout | None = None,
+        subjects: Sequence[str] = (),
+        row_format: RowFormat = RowFormat.FLOAT32,
     ) -> None:
+        """`subjects` are what operations can be about, in the same order on every worker."""
         self.rank = rank
         self.num_workers = num_workers
         self._ranks: Sequence[int] = range(num_workers)
         """As messages name the workers."""
         self.ledger = ledger
-        self.layout = Layout(max_counts=1, num_flags=0)
+        self.layout = layout or Layout(max_counts=1, num_flags=0)
         self.step = 0
         self._timeout_seconds = timeout_seconds
         self._control = control
-        self._lanes = {Lane.ROWS: rows, Lane.AHEAD: ahead}
-        self._control_ahead = control_ahead
-        self._board = board
-        self.detours = detours
-        self.meet_inside: Callable[[Operation], None] = lambda operation: None
-        """Called before an operation of all workers, which those of a host begin together."""
-        self.wire = wire
-        """How rows travel. See [Note: wire] in wire.py."""
+        self._lanes = {Lane.ROWS: rows, Lane.PREFETCH: prefetch}
+        self._prefetch_control = prefetch_control
+        self._heartbeats = heartbeats
+        self.out_of_band = out_of_band
+        self.row_format = row_format
+        """How rows travel. See [Note: compression] in compression.py."""
         self._ordinals: dict[tuple[Verb, str], int] = {}
-        self._numbers: dict[str, int] = {}
+        self._numbers = {subject: number for number, subject in enumerate(subjects)}
         self._room = FIRST_ROOM
-        self.room_ahead = FIRST_ROOM
+        self.prefetch_room = FIRST_ROOM
         self._closed = False
+        self.merges_host = False
+        """Whether the workers of a host pull and push together; the same on all workers. They then
+        begin every operation together, before all workers do."""
+        self.host = None if host is None else self._of_host(host)
+        """The workers of this host, for their part of operations of all workers."""
 
-    def inside(
-        self,
-        ranks: Sequence[int],
-        control: dist.ProcessGroup | None,
-        rows: dist.ProcessGroup | None,
-    ) -> Peers:
-        """Some of the workers, for parts of operations in which all are."""
+    def _of_host(self, host: HostGroups) -> Peers:
         found = Peers(
-            ranks.index(self.rank),
-            len(ranks),
+            host.ranks.index(self.rank),
+            len(host.ranks),
             ledger=self.ledger,
             timeout_seconds=self._timeout_seconds,
-            control=control,
-            rows=rows,
+            control=host.control,
+            rows=host.rows,
+            layout=self.layout,
         )
-        found._ranks = ranks
-        found.layout, found._numbers = self.layout, self._numbers
+        found._ranks = host.ranks
+        found._numbers = self._numbers
         return found
 
-    def name_subjects(self, subjects: Sequence[str]) -> None:
-        """Number what operations can be about, in the same way on every worker."""
-        self._numbers = {subject: number for number, subject in enumerate(subjects)}
+    def switch_host_merge(self, is_on: bool) -> None:
+        """Let the workers of a host pull and push together, or stop it. On all workers."""
+        self.merges_host = is_on
 
     def close(self) -> None:
         self._closed = True
-        if self._board is not None:
-            self._board.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
 
     def next_step(self) -> None:
         self.step += 1
         self._ordinals.clear()
-        if self._board is not None:
-            self._board.recover()
+        if self._heartbeats is not None:
+            self._heartbeats.withdraw_error()
 
     def operation(self, verb: Verb, subject: str) -> Operation:
         """The next operation of this kind in this step."""
@@ -180,58 +193,87 @@ class Peers:
         ids: Tensor | None = None,
         flags: Sequence[bool] = (),
         fault: tuple[Fault, int] = NO_FAULT,
+        as_requested: bool = False,
         is_met: bool = False,
     ) -> Answer:
         """Tell each worker how many ids of each kind I have for it, and which; hear the same.
 
         `counts` is by worker and kind. The header also says which operation this is: workers that
         are in different ones all raise, instead of taking each other's rows for their own.
+        `as_requested`: the ids are those of the last pull, so they are not sent again.
         `is_met`: those of a host have begun it together already.
         """
         if not is_met:
-            self.meet_inside(operation)
+            self.meet_on_host(operation)
         counts = np.zeros((self.num_workers, 0), np.int64) if counts is None else counts
         ids = torch.empty(0, dtype=torch.int32) if ids is None else ids
         if self.num_workers == 1:
-            return Answer(counts, [fault], list(flags), ids, len(ids))
-        where = self._where(operation)
+            return Answer(counts, [fault], list(flags), ids, len(ids), np.zeros(1, np.bool_))
         ids = ids.to(torch.int32)
-        sent = self.layout.pack(where, fault, counts, flags, to_host(ids), self._room)
+        told_ids = None if as_requested else to_host(ids)
+        where = self._where(operation)
+        sent = self.layout.pack(where, fault, counts, flags, told_ids, self._room)
         with self.waiting(operation):
             messages = self._swapped(sent)
             words = self.layout.words(messages)
             self._check_together(operation, words)
-            return self._answer(operation, counts, ids, messages, words)
+            sizes = counts.sum(1) * (not as_requested)
+            ids = ids[:0] if as_requested else ids
+            return self._answer(operation, counts.shape[1], sizes, ids, messages, words)
+
+    def meet_on_host(self, operation: Operation) -> None:
+        """Check that the workers of this host are in one operation, if they begin it together."""
+        if self.merges_host:
+            with self.waiting(operation):
+                self.announce_on_host(operation)
+
+    def announce_on_host(
+        self, operation: Operation, counts: Counts | None = None, ids: Tensor | None = None
+    ) -> Answer | None:
+        """Do what `announce` does among the workers of this host. Return None if they are in
+        different operations: this worker then goes on to where all workers announce theirs, so that
+        all of them learn who is where."""
+        assert self.host is not None
+        try:
+            return self.host.announce(operation, counts, ids=ids)
+        except OutOfStepError:
+            if operation.verb is Verb.PREFETCH:  # It is not announced to all.
+                raise
+            return None
 
     def _where(self, operation: Operation) -> tuple[int, int, int, int]:
         subject = self._numbers[operation.subject]
         return operation.verb, subject, operation.ordinal, operation.step
 
-    def detour(self, operation: Operation, counts: Sequence[int], places: Tensor) -> Tensor:
-        """Pull rows while the others do not expect it. See [Note: detour] in detour.py."""
-        assert self.detours is not None
+    def pull_out_of_band(
+        self, operation: Operation, counts: Sequence[int], places: Tensor
+    ) -> Tensor:
+        """Pull rows that the others do not expect to send. See out_of_band.py."""
+        assert self.out_of_band is not None
         with self.waiting(operation):
-            return self.detours.ask(operation.subject, counts, places)
+            return self.out_of_band.pull(operation.subject, counts, places)
 
     def _answer(
         self,
         operation: Operation,
-        counts: Counts,
+        num_kinds: int,
+        sent: Counts,
         ids: Tensor,
         messages: Tensor,
         words: Counts,
     ) -> Answer:
-        told = words[:, 7 : 7 + counts.shape[1]]
-        totals = told.sum(1)
-        largest = int(words[:, 6].max())
+        told, largest = words[:, 7 : 7 + num_kinds], int(words[:, 6].max())
+        as_requested = words[:, 6] == AS_REQUESTED
+        totals = told.sum(1) * ~as_requested
         if largest <= self._room:
             found = self.layout.ids(messages, totals).to(ids.device)
         else:
-            found = self.exchange(ids, counts.sum(1).tolist(), totals.tolist())
-        if operation.verb in (Verb.LOOKUP, Verb.AHEAD):
+            found = self.exchange(ids, sent.tolist(), totals.tolist())
+        if operation.verb in (Verb.LOOKUP, Verb.PREFETCH):
             self._room = grown(self._room, largest)
         faults = [(Fault(code), value) for code, value in words[:, 4:6].tolist()]
-        return Answer(told, faults, self.layout.flags(messages), found, largest)
+        flags = self.layout.flags(messages)
+        return Answer(told, faults, flags, found, max(largest, 0), as_requested)
 
     def _swapped(self, headers: Tensor) -> Tensor:
         """Send row i of a small CPU tensor to worker i; return what each sent."""
@@ -265,11 +307,11 @@ class Peers:
         return result, work
 
     def start_swap(self, headers: Tensor) -> tuple[Tensor, dist.Work | None]:
-        """Begin to send row i of a small CPU tensor to worker i, on the lane ahead."""
+        """Begin to send row i of a small CPU tensor to worker i, on the prefetch lane."""
         received = torch.empty_like(headers)
         self.ledger.header_bytes += headers[1:].numel() * headers.element_size()
         return received, dist.all_to_all_single(
-            received, headers, group=self._control_ahead, async_op=True
+            received, headers, group=self._prefetch_control, async_op=True
         )
 
     def total(self, values: Tensor, reduction: dist.ReduceOp.RedOpType, where: str) -> Tensor:
@@ -338,10 +380,10 @@ class Peers:
     @contextmanager
     def waiting(self, where: object) -> Iterator[None]:
         """Name the operation that the waits inside belong to. See [Note: blame]."""
-        if self._board is None:
+        if self._heartbeats is None:
             yield
             return
-        self._board.enter(where)
+        self._heartbeats.begin_wait(where)
         start = time.monotonic()
         try:
             yield
@@ -356,19 +398,19 @@ class Peers:
                 explained.step = self.step
             raise explained from error
         else:
-            if self._board.report is not None:
-                self._board.recover()
+            if self._heartbeats.posted_error is not None:
+                self._heartbeats.withdraw_error()
         finally:
-            self._board.leave()
+            self._heartbeats.end_wait()
 
     def report(self, error: IndexError | TypeError) -> None:
         """Have the others raise this error too, when their waits for this worker break.
 
         It holds until a later wait or step of this worker succeeds.
         """
-        if self._board is not None:
+        if self._heartbeats is not None:
             kind = "TypeError" if isinstance(error, TypeError) else "IndexError"
-            self._board.fail(Report(kind, str(error)))
+            self._heartbeats.post_error(PostedError(kind, str(error)))
 
     def wait(self, work: dist.Work | None) -> None:
         """Wait for an operation; the group's own timeout ends it."""
@@ -384,21 +426,21 @@ class Peers:
     def _explained(
         self, error: RuntimeError, where: str, waited_seconds: float
     ) -> PeerError | IndexError | TypeError:
-        assert self._board is not None
-        reported = [s.report for s in self._board.sightings() if s.report is not None]
+        assert self._heartbeats is not None
+        reported = [s.error for s in self._heartbeats.statuses() if s.error is not None]
         if reported:
             kind = TypeError if reported[0].kind == "TypeError" else IndexError
             return kind(reported[0].text)
-        silent = self._board.silent()
-        sightings = self._board.sightings()
+        silent = self._heartbeats.silent_workers()
+        statuses = self._heartbeats.statuses()
         me = f"worker {self.rank} waited {waited_seconds:.0f} s in {where}"
         if silent:
             lost = " and ".join(f"worker {rank}" for rank in silent)
-            last = "; ".join(str(s) for s in sightings if s.rank in silent)
+            last = "; ".join(str(s) for s in statuses if s.rank in silent)
             return WorkerLostError(f"{me}, but {lost} ended or cannot be reached. {last}")
-        absent = [s for s in sightings if s.where != where]
+        absent = [s for s in statuses if s.where != where]
         whom = " and ".join(f"worker {s.rank}" for s in absent) or "the others"
-        known = "; ".join(map(str, absent or sightings))
+        known = "; ".join(map(str, absent or statuses))
         if waited_seconds < 0.9 * self._timeout_seconds:
             return WorkerLostError(f"{me}, and the connection to {whom} broke: {error}. {known}")
         return WaitTimeoutError(

@@ -1,8 +1,8 @@
 """Row gradients on their way to the owners, which sum them.
 
 [Note: parts] Gradients go in several parts, so that one is summed while the next ones travel. A row
-belongs to the part `index % number`, which its senders and its owner know alike and which spreads
-the rows that are touched most.
+belongs to the part `index % num_parts`, which its senders and its owner know alike and which
+spreads the rows that are touched most.
 """
 
 from __future__ import annotations
@@ -16,29 +16,61 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallax.comm.peers import Lane, Peers
+from parallax.comm.compression import RowFormat, unpacked
+from parallax.comm.peers import Peers
 from parallax.comm.rows import RowExchange
 from parallax.tables.host import Counts, repeat, to_device, to_host
 from parallax.tables.merge import Merge, put_rows
-from parallax.wire import Wire, unpacked
 
 Waiting = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Rows of one group: who sends how many to whom, and which rows they are there."""
+class Outgoing:
+    """Rows of one group that this worker sends, ordered by receiver."""
 
     values: Tensor
-    """What this worker sends, by receiver."""
     sent: Counts
     """By receiver."""
-    going: Tensor
+    indices: Tensor
     """Which row of the receiver each value belongs to."""
-    received: Counts
-    """By sender."""
-    coming: Tensor
-    """Which row here each value belongs to that comes."""
+
+    def parts(self, num_parts: int) -> list[tuple[Tensor, Counts]]:
+        """Return what goes in each part, and how much to whom. See [Note: parts]."""
+        if num_parts == 1:
+            return [(self.values, self.sent)]
+        sent, order = _by_part(self.indices, self.sent, num_parts)
+        pieces = self.values.index_select(0, order).split_with_sizes(sent.sum(1).tolist())
+        return list(zip(pieces, sent, strict=True))
+
+
+class Incoming:
+    """Rows that come here: how many from whom, and which of them are the same row."""
+
+    def __init__(self, indices: Sequence[Tensor], received: Counts, num_parts: int) -> None:
+        """`indices` are by group, ordered by sender: which row here each value belongs to.
+        `received` is by group and sender."""
+        self.num_parts = num_parts
+        self.received: list[Counts] = []
+        """By group: how many come in each part from each sender."""
+        self._indices: list[Tensor] = []
+        """By group and part."""
+        self._merges: list[Merge] = []
+        for rows, counts in zip(indices, received, strict=True):
+            if num_parts == 1:
+                self.received.append(counts[None])
+                self._indices.append(rows)
+            else:
+                by_part, order = _by_part(rows, counts, num_parts)
+                self.received.append(by_part)
+                self._indices += rows[order].split_with_sizes(by_part.sum(1).tolist())
+
+    def merges(self) -> list[Merge]:
+        """Return which rows are the same, by group and part. It needs no values, so it can be
+        found while they travel, or before."""
+        if not self._merges:
+            self._merges = Merge.of(*self._indices)
+        return self._merges
 
 
 class RowSums:
@@ -47,56 +79,44 @@ class RowSums:
     def __init__(
         self,
         peers: Peers,
-        traffic: Sequence[Traffic],
+        outgoing: Sequence[Outgoing],
+        incoming: Incoming,
         like: Sequence[Tensor],
-        wire: Wire = Wire.FLOAT32,
-        num_parts: int = 1,
-        lane: Lane = Lane.ROWS,
+        row_format: RowFormat = RowFormat.FLOAT32,
     ) -> None:
         """Send all parts. `like` are tensors of the kind that the sums are to have."""
         self.waited_seconds = 0.0
-        self._wire = wire
+        self._row_format = row_format
         self._like = like
-        parts = [_cut(each, num_parts) for each in traffic]
+        self._incoming = incoming
+        parts = [each.parts(incoming.num_parts) for each in outgoing]
         self._exchanges = [
             RowExchange(
                 peers,
-                [part.values for part in together],
-                np.stack([part.sent for part in together]),
-                np.stack([part.received for part in together]),
-                lane,
+                [parts[group][number][0] for group in range(len(parts))],
+                np.stack([parts[group][number][1] for group in range(len(parts))]),
+                np.stack([received[number] for received in incoming.received]),
             )
-            for together in zip(*parts, strict=True)
+            for number in range(incoming.num_parts)
         ]
-        # Which rows are the same is found while they travel.
-        coming = [part.coming for of_group in parts for part in of_group]
-        merges = Merge.of(*coming)
-        self._merges = [merges[i : i + num_parts] for i in range(0, len(merges), num_parts)]
+        incoming.merges()
 
     def wait(self, scale: float, waiting: Waiting) -> list[tuple[Tensor, Tensor]]:
         """Return, for each group, the distinct rows in order, and their sums times `scale`."""
+        merges, num_parts = self._incoming.merges(), self._incoming.num_parts
         sums: list[list[Tensor]] = [[] for _ in self._like]
         for number, exchange in enumerate(self._exchanges):
             start = time.perf_counter()
             with waiting():
                 came = exchange.wait()
             self.waited_seconds += time.perf_counter() - start
-            for i, rows in enumerate(came):
-                values = unpacked(rows, self._like[i], self._wire)
-                sums[i].append(self._merges[i][number].sum(values, scale))
-        return [_joined(*each) for each in zip(self._merges, sums, strict=True)]
-
-
-def _cut(traffic: Traffic, number: int) -> list[Traffic]:
-    """Divide what one group sends. See [Note: parts]."""
-    if number == 1:
-        return [traffic]
-    sent, order = _by_part(traffic.going, traffic.sent, number)
-    received, order_here = _by_part(traffic.coming, traffic.received, number)
-    pieces = traffic.values.index_select(0, order).split_with_sizes(sent.sum(1).tolist())
-    going = traffic.going[order].split_with_sizes(sent.sum(1).tolist())
-    coming = traffic.coming[order_here].split_with_sizes(received.sum(1).tolist())
-    return [Traffic(pieces[i], sent[i], going[i], received[i], coming[i]) for i in range(number)]
+            for group, rows in enumerate(came):
+                values = unpacked(rows, self._like[group], self._row_format)
+                sums[group].append(merges[group * num_parts + number].sum(values, scale))
+        return [
+            _joined(merges[group * num_parts : (group + 1) * num_parts], of_group)
+            for group, of_group in enumerate(sums)
+        ]
 
 
 def _by_part(rows: Tensor, sizes: Counts, number: int) -> tuple[Counts, Tensor]:

@@ -1,4 +1,4 @@
-"""`session.epochs(total)`: epochs that are counted on after a restore."""
+"""`session.epochs(total)`: a count of epochs that continues after a restore."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger("parallax")
 
 
 class Epochs:
-    """The number of the script's epoch, from 0; it is kept in checkpoints.
+    """The number of the script's epoch, from 0. It is saved in checkpoints.
 
-    It counts the script's loop, and a loader its own passes: the two differ where a script reads
-    a loader more than once an epoch, or leaves epochs early.
+    It counts the script's loop, while each loader counts its own passes. The two differ if a script
+    reads a loader more than once an epoch, or leaves epochs early.
     """
 
     def __init__(self, *, warns: bool = True) -> None:
@@ -26,6 +26,7 @@ class Epochs:
         self._warns = warns
 
     def up_to(self, total: int) -> Iterator[int]:
+        """Iterate over the epochs that are left."""
         if not isinstance(total, int) or total < 0:
             raise ConfigError(f"epochs() takes how many epochs the training has, not {total!r}")
         self.used = True
@@ -41,24 +42,25 @@ class Epochs:
         while self.number < total:
             self._restored = False
             yield self.number
-            if not self._restored:  # a load inside the loop says itself which epoch comes
+            if not self._restored:  # A load inside the loop has set the next epoch.
                 self.number += 1
 
     def leave(self) -> None:
-        """The script has left a loop over batches that it trained on."""
+        """Note that the script has left a loop over batches that it trained on."""
         self._left = self.number
 
     @property
     def is_left(self) -> bool:
-        """Whether the batches of this epoch are done: the script is in its end of epoch."""
+        """Whether the script has left the batches of this epoch, and is at its end."""
         return self.used and self._left == self.number
 
     def restore(self, number: int, *, resumed: bool = False) -> None:
+        """Continue with this epoch. `resumed`: the launcher has resumed the job."""
         self.number, self._left = number, None
         self._restored, self._resumed = True, resumed
 
     def check_counted(self, loader_epoch: int) -> None:
-        """Warn, once, if a resumed script counts its epochs in a way that begins with 0 again."""
+        """Warn once if a resumed script counts its epochs from 0 again."""
         if self._resumed and loader_epoch > 0 and not self.used and self._warns:
             _log.warning(
                 "this job was resumed in epoch %d of its data, but the script does not count "

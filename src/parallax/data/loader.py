@@ -1,4 +1,4 @@
-"""What `session.shard(loader)` returns."""
+"""ShardedLoader, which `session.shard(loader)` returns."""
 
 from __future__ import annotations
 
@@ -10,100 +10,100 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterDataPipe
 
-from parallax.data.draws import random_state
-from parallax.data.feed import Feed
 from parallax.data.indexed import IndexSource
-from parallax.data.order import Agreement, order_of, stock_batches
+from parallax.data.order import WorkerGroup, order_of, stock_batches
+from parallax.data.random_state import random_state
 from parallax.data.source import Epoch, Ready, Source
 from parallax.data.stream import StreamSource, is_stream
+from parallax.data.usage import LoaderUsage
 from parallax.errors import CheckpointError, ConfigError, MismatchError
 
 _numbers = itertools.count()
-"""Of the sharded loaders of a process and of the passes over them, in their order."""
-
+"""Number the sharded loaders of a process, and the passes over them."""
 
 Pass = tuple[int, int]
-"""A loader's number, and that of the pass over it."""
+"""A loader's number, and the number of the pass over it."""
 
 
-class Follower(Protocol):
-    """Who prefetches rows for the batches of a loader."""
+class BatchConsumer(Protocol):
+    """Who trains on the batches of a loader, and prefetches rows for them."""
 
-    def is_followed(self) -> bool:
-        """Whether a loader is read here by the thread that trains."""
+    def prefetches_here(self) -> bool:
+        """Whether rows are prefetched for loaders that this thread reads."""
 
     def reads_ahead(self, loader: int) -> bool:
-        """Whether the batch after the next one is of use; the same on all workers."""
+        """Whether to read a loader one batch further; the same on all workers."""
 
-    def draws(self, loader: int) -> None:
-        """Reading this loader draws random numbers here."""
+    def declare_random(self, loader: int) -> None:
+        """Note that reading this loader draws random numbers in this process."""
 
-    def declare(self, loader: int, ids: dict[str, Callable[[Any], Any]]) -> None:
-        """The script names the ids of some tables."""
+    def declare_ids(self, loader: int, ids: dict[str, Callable[[Any], Any]]) -> None:
+        """Note how the script computes the ids of some tables from a batch."""
 
-    def prefetch(self, of: Pass, batch: Any, following: tuple[Any, ...]) -> None:
-        """The script gets a batch; `following` is the one after it, if it has been read."""
+    def begin_batch(
+        self, of: Pass, batch: Any, following: tuple[Any, ...], counts: list[int]
+    ) -> None:
+        """Prepare for the batch that the script gets now. Collective if rows are prefetched.
+
+        `following` is the batch after it, if it has been read. `counts` are all workers' numbers
+        of samples, in rank order.
+        """
 
     def end_data(self) -> None:
-        """The loader has ended."""
+        """Note the end of a pass."""
 
 
 class ShardedLoader:
     """This worker's share of every global batch of a DataLoader; each `for` is an epoch.
 
     All workers iterate together and make the same number of steps. No sample of an epoch is lost
-    or seen twice, whatever its size: a worker that has none left in the last step gets a batch
-    with no rows. With one worker this is the loader itself, with a place that can be restored.
+    or seen twice: a worker that has none left in the last step gets a batch with no rows. With one
+    worker this is the loader itself, with a position that can be restored.
 
     By default the loader's batch size is the worker's, and may differ between workers; with
-    `split` it is the size of the global batch. What an epoch's order is, worker 0 decides: with
+    `split` it is the size of the global batch. Worker 0 decides the order of an epoch: with
     `shuffle=True` it is the order of one process that was seeded like worker 0.
 
-    Iterable datasets (and loaders with no length, with `batch_size=None` or with an iteration of
-    their own) are read wholly by every worker, which keeps every N-th batch or, with `split`, a
-    part of each. They must give the same batches on every worker: pass no dataset that shards
-    itself by rank, and let one that draws random numbers all along draw them from its own seeded
+    Iterable datasets (and loaders with no length, with `batch_size=None` or with their own
+    iteration) are read completely by every worker, which keeps every N-th batch or, with `split`,
+    a part of each. They must give the same batches on every worker. So the dataset must not shard
+    itself by rank, and if it draws random numbers throughout an epoch, it must use its own seeded
     generator. Randomness of torch at the start of an epoch and in loader workers is made the same.
 
-    `on_batch` gets all workers' numbers of samples, in rank order, just before each batch;
-    `on_end` is called after the last. `feed` is told what the script asks for.
+    `next()` is collective: it may agree on the order of samples, prefetch rows and save.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        agreement: Agreement,
+        workers: WorkerGroup,
         *,
         split: bool,
-        on_batch: Callable[[list[int]], None],
-        on_end: Callable[[], None] = lambda: None,
-        feed: Feed | None = None,
-        follower: Follower | None = None,
+        consumer: BatchConsumer,
+        usage: LoaderUsage | None = None,
         ids: Mapping[str, Callable[[Any], Any]] | None = None,
     ) -> None:
-        _check_loader(loader, agreement.num_workers)
-        _check_alike(loader, agreement, split)
+        _check_loader(loader, workers.num_workers)
+        _check_alike(loader, workers, split)
         self.epoch = 0
-        self.feed = feed or Feed()
-        self._on_batch = on_batch
-        self._on_end = on_end
-        self._follower = follower
+        self.usage = usage or LoaderUsage()
+        self._consumer = consumer
         self._number = next(_numbers)
         self._draws = False
         """Reading draws random numbers in this process."""
-        self._source = _source_of(loader, agreement, split)
+        self._source = _source_of(loader, workers, split)
         self._num_samples = _num_samples(loader)
-        if ids and follower is not None:
-            follower.declare(self._number, dict(ids))
+        if ids:
+            consumer.declare_ids(self._number, dict(ids))
         self._place: _Place | None = None
         self._saved: dict[str, int | Tensor] | None = None
 
     def __len__(self) -> int:
-        """The steps of a whole epoch."""
+        """Return the number of steps of a full epoch."""
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.feed.is_done():
+        if self.usage.take_done():
             return iter(())
         saved, self._saved = self._saved, None
         if self._place is not None:
@@ -115,25 +115,23 @@ class ShardedLoader:
 
     def _batches(self, place: _Place, ready: Iterator[Ready], is_resumed: bool) -> Iterator[Any]:
         num_steps = 0
-        self.feed.begin()
+        self.usage.begin()
         place.epoch.draw()
         this_pass = (self._number, next(_numbers))
         try:
             following: tuple[Ready, ...] = ()
             while (found := self._fetched(ready, following)) is not None:
                 num_steps += 1
-                following = self._followed(ready, place.epoch.is_over(found.consumed))
-                self.feed.hand_out()
+                following = self._read_ahead(ready, place.epoch.is_over(found.consumed))
+                self.usage.before_batch()
                 place.consumed = found.consumed
-                self._on_batch(found.counts)
-                self._foresee(this_pass, found, following)
+                ahead = tuple(each.batch for each in following)
+                self._consumer.begin_batch(this_pass, found.batch, ahead, found.counts)
                 yield found.batch
         finally:
             if self._place is place:
-                self.feed.leave()
-        self._on_end()
-        if self._follower is not None:
-            self._follower.end_data()
+                self.usage.leave()
+        self._consumer.end_data()
         if self._place is place:
             self._place = None
             self.epoch += 1
@@ -141,43 +139,38 @@ class ShardedLoader:
             yield from self  # it was saved at the epoch's very end
 
     def _fetched(self, ready: Iterator[Ready], following: tuple[Ready, ...]) -> Ready | None:
-        self.feed.ask(self.epoch)
+        self.usage.before_fetch(self.epoch)
         return following[0] if following else self._read(ready)
 
-    def _followed(self, ready: Iterator[Ready], is_last: bool) -> tuple[Ready, ...]:
-        """The batch after the one that is handed out, if it is of use already."""
-        if is_last or self._follower is None or not self._follower.reads_ahead(self._number):
+    def _read_ahead(self, ready: Iterator[Ready], is_last: bool) -> tuple[Ready, ...]:
+        """Return the batch after the one that is handed out, if its rows are prefetched."""
+        if is_last or not self._consumer.reads_ahead(self._number):
             return ()
         found = self._read(ready)
         return () if found is None else (found,)
 
     def _read(self, ready: Iterator[Ready]) -> Ready | None:
-        """The next batch. If reading draws random numbers it is not to be done any earlier."""
-        if self._follower is None or self._draws or not self._follower.is_followed():
+        """Return the next batch. A loader whose reading draws random numbers is not read ahead."""
+        if self._draws or not self._consumer.prefetches_here():
             return next(ready, None)
         before = random_state()
         found = next(ready, None)
         if before != random_state():
             self._draws = True
-            self._follower.draws(self._number)
+            self._consumer.declare_random(self._number)
         return found
 
-    def _foresee(self, this_pass: Pass, found: Ready, following: tuple[Ready, ...]) -> None:
-        if self._follower is not None:
-            ahead = tuple(each.batch for each in following)
-            self._follower.prefetch(this_pass, found.batch, ahead)
-
     def state_dict(self) -> dict[str, int | Tensor]:
-        """The place after the batch yielded last: integers, the same on every worker.
+        """Return the position after the batch yielded last: integers, the same on every worker.
 
         It fits any number of workers. "order" is what the epoch's order is made of: a seed, the
-        state of a generator, or the indices where only they can tell. Of a pass that
-        the script has left and will not go on with, it is the beginning of the next.
+        state of a generator, or all indices where nothing shorter describes them. For a pass that
+        the script has left for good, it is the beginning of the next one.
         """
         if self._saved is not None:
             return dict(self._saved)
         place = self._place
-        if self.feed.is_over:
+        if self.usage.is_over:
             return {"epoch": self.epoch + (place is not None), "consumed": 0}
         if place is None or place.epoch.drawn is None:
             return {"epoch": self.epoch, "consumed": 0}
@@ -192,14 +185,14 @@ class ShardedLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, int | Tensor]) -> None:
-        """Lets the next `for` go on where `state` was taken; called on every worker."""
+        """Let the next `for` continue where `state` was taken. Call it on every worker."""
         self.check_fits(state)
         self.epoch = int(state["epoch"])
         self._place = None
         self._saved = dict(state) if "order" in state else None
 
     def check_fits(self, state: Mapping[str, int | Tensor]) -> None:
-        """Raises what `load_state_dict` would, and changes nothing."""
+        """Raise what `load_state_dict` would raise, and change nothing."""
         if not {"epoch", "consumed"} <= state.keys():
             raise CheckpointError(
                 f"the place of a loader has the keys epoch and consumed, not {sorted(state)}"
@@ -220,7 +213,7 @@ class ShardedLoader:
 
 
 class _Place:
-    """Where an iteration is; one that was left behind by a newer iteration keeps its own."""
+    """The position of one iteration. An older iteration of the same loader keeps its own."""
 
     def __init__(self, epoch: Epoch, consumed: int) -> None:
         self.epoch, self.consumed = epoch, consumed
@@ -233,10 +226,10 @@ def _restored(saved: Mapping[str, int | Tensor] | None) -> tuple[int, Tensor | N
     return int(saved["consumed"]), torch.as_tensor(saved["order"]).cpu()
 
 
-def _source_of(loader: DataLoader[Any], agreement: Agreement, split: bool) -> Source:
+def _source_of(loader: DataLoader[Any], workers: WorkerGroup, split: bool) -> Source:
     if is_stream(loader):
-        return StreamSource(loader, agreement, split)
-    return IndexSource(loader, agreement, split)
+        return StreamSource(loader, workers, split)
+    return IndexSource(loader, workers, split)
 
 
 def _kind_of(loader: DataLoader[Any]) -> int:
@@ -262,21 +255,21 @@ def _check_loader(loader: Any, num_workers: int) -> None:
         )
 
 
-def _check_alike(loader: DataLoader[Any], agreement: Agreement, split: bool) -> None:
-    """Refuses what would lose samples: workers with different data, or different cuts of it."""
-    _check_same(agreement, _kind_of(loader), MismatchError, "the kind of loader given to shard()")
-    _check_same(agreement, int(split), ConfigError, "split")
-    _check_same(agreement, _num_samples(loader), MismatchError, "the size of the dataset")
+def _check_alike(loader: DataLoader[Any], workers: WorkerGroup, split: bool) -> None:
+    """Refuse what would lose samples: workers with different data, or different batch sizes."""
+    _check_same(workers, _kind_of(loader), MismatchError, "the kind of loader given to shard()")
+    _check_same(workers, int(split), ConfigError, "split")
+    _check_same(workers, _num_samples(loader), MismatchError, "the size of the dataset")
     if split or is_stream(loader):
         stock = stock_batches(loader)
         size = loader.batch_size if stock is None else stock.batch_size
-        _check_same(agreement, size or 0, ConfigError, "the batch size (split, or of a stream)")
+        _check_same(workers, size or 0, ConfigError, "the batch size (split, or of a stream)")
 
 
 def _check_same(
-    agreement: Agreement, value: int, error: type[ConfigError | MismatchError], name: str
+    workers: WorkerGroup, value: int, error: type[ConfigError | MismatchError], name: str
 ) -> None:
-    values = agreement.gather_ints(value)
+    values = workers.gather_ints(value)
     if (rank := next((r for r, v in enumerate(values) if v != values[0]), None)) is not None:
         raise error(
             f"{name} must be the same on every worker, but is {values[0]} on worker 0 and "
@@ -285,7 +278,7 @@ def _check_same(
 
 
 def _num_samples(loader: DataLoader[Any]) -> int:
-    """The size of a map-style dataset; -1 where there is none to rely on."""
+    """Return the size of a map-style dataset; -1 where it is not known."""
     if is_stream(loader) or not hasattr(loader.dataset, "__len__"):
         return -1
     return len(loader.dataset)

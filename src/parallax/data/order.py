@@ -1,10 +1,10 @@
-"""The order of an epoch's samples: the one thing that the workers must agree on, once an epoch.
+"""The order of an epoch's samples, on which the workers agree once an epoch.
 
 [Note: same draws] Worker 0 takes from the random generators what a plain DataLoader takes, in the
 same order (the iterator's base seed, then the sampler), so that any number of workers sees the
 permutation that one process without Parallax sees after the same `torch.manual_seed`.
 
-What was drawn is a 1-D tensor of integers, as small as can be: it is broadcast, it goes into
+What was drawn is a 1-D tensor of integers, as small as possible. It is broadcast and saved in
 checkpoints, and `read` turns it into the indices on every worker.
 """
 
@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from parallax.errors import ConfigError
 
 
-class Agreement(Protocol):
-    """What sharing data needs of the group of workers."""
+class WorkerGroup(Protocol):
+    """The collective operations that sharing data needs."""
 
     @property
     def rank(self) -> int: ...
@@ -49,17 +49,21 @@ class Listing(NamedTuple):
 
 class Order(Protocol):
     kind: ClassVar[int]
-    "Tells the orders apart in a checkpoint, and between the workers."
+    "Identifies the kind of order in checkpoints, and between workers."
 
-    def draw(self, agreement: Agreement) -> Tensor: ...
-    def read(self, drawn: Tensor) -> Listing: ...
+    def draw(self, workers: WorkerGroup) -> Tensor:
+        """Agree on an order. Collective."""
+
+    def read(self, drawn: Tensor) -> Listing:
+        """Return the indices of an order that was drawn."""
+
     def close(self) -> None:
         """Called when the epoch's last index has been handed out."""
 
 
-def broadcast(agreement: Agreement, values: Tensor) -> Tensor:
-    """Worker 0's `values`, everywhere."""
-    return agreement.broadcast_ints(values if agreement.rank == 0 else None)
+def broadcast(workers: WorkerGroup, values: Tensor) -> Tensor:
+    """Return worker 0's `values` on every worker. Collective."""
+    return workers.broadcast_ints(values if workers.rank == 0 else None)
 
 
 class InSequence:
@@ -68,7 +72,7 @@ class InSequence:
     def __init__(self, sampler: SequentialSampler) -> None:
         self._data = sampler.data_source
 
-    def draw(self, agreement: Agreement) -> Tensor:
+    def draw(self, workers: WorkerGroup) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
 
     def read(self, drawn: Tensor) -> Listing:
@@ -85,9 +89,9 @@ class SeedShuffled:
     def __init__(self, sampler: RandomSampler) -> None:
         self._data = sampler.data_source
 
-    def draw(self, agreement: Agreement) -> Tensor:
-        # Every worker draws, so that generators that went in step before still do.
-        return broadcast(agreement, torch.empty(1, dtype=torch.int64).random_())
+    def draw(self, workers: WorkerGroup) -> Tensor:
+        # Every worker draws, so that generators with equal states stay equal.
+        return broadcast(workers, torch.empty(1, dtype=torch.int64).random_())
 
     def read(self, drawn: Tensor) -> Listing:
         generator = torch.Generator().manual_seed(int(drawn.item()))
@@ -100,8 +104,8 @@ class SeedShuffled:
 class GeneratorShuffled:
     """`shuffle=True, generator=…`: a permutation made from the state of the user's generator.
 
-    Reading leaves the generator of every worker where worker 0's is, also after a restore: the
-    epochs to come are those of a run that was not interrupted.
+    Reading sets the generator of every worker to the state of worker 0's, also after a restore. So
+    later epochs are those of a run that was not interrupted.
     """
 
     kind: ClassVar[int] = 2
@@ -109,8 +113,8 @@ class GeneratorShuffled:
     def __init__(self, sampler: RandomSampler) -> None:
         self._data, self._generator = sampler.data_source, sampler.generator
 
-    def draw(self, agreement: Agreement) -> Tensor:
-        return broadcast(agreement, self._generator.get_state().view(torch.int64))
+    def draw(self, workers: WorkerGroup) -> Tensor:
+        return broadcast(workers, self._generator.get_state().view(torch.int64))
 
     def read(self, drawn: Tensor) -> Listing:
         self._generator.set_state(drawn.view(torch.uint8))
@@ -118,20 +122,20 @@ class GeneratorShuffled:
         return Listing(torch.randperm(num_samples, generator=self._generator), [num_samples])
 
     def close(self) -> None:
-        # RandomSampler ends by drawing a permutation of which it uses nothing.
+        # RandomSampler draws one more permutation at its end, which it does not use.
         torch.randperm(len(self._data), generator=self._generator)
 
 
 class SamplerListed:
-    """Any other sampler: worker 0 lists it, and the list itself is agreed on."""
+    """Any other sampler: worker 0 lists it and broadcasts the list."""
 
     kind: ClassVar[int] = 3
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self._sampler = sampler
 
-    def draw(self, agreement: Agreement) -> Tensor:
-        drawn = agreement.broadcast_ints(self._packed() if agreement.rank == 0 else None)
+    def draw(self, workers: WorkerGroup) -> Tensor:
+        drawn = workers.broadcast_ints(self._packed() if workers.rank == 0 else None)
         if drawn[0] < 0:
             raise ConfigError(
                 f"{type(self._sampler).__name__} gives indices that are not integers, and only "
@@ -150,9 +154,9 @@ class SamplerListed:
         return [list(self._sampler)]
 
     def _packed(self) -> Tensor:
-        """How many groups, their lengths, their indices; -1 where an index is no integer.
+        """Return the number of groups, their lengths, their indices; -1 if an index is no integer.
 
-        The refusal is broadcast too, so that all workers raise instead of waiting for worker 0.
+        The -1 is broadcast too, so that all workers raise instead of waiting for worker 0.
         """
         groups = self._groups()
         indices = _as_ints([*chain.from_iterable(groups)])
@@ -162,7 +166,7 @@ class SamplerListed:
 
 
 class BatchesListed(SamplerListed):
-    """A batch sampler of the user's: worker 0 lists its batches."""
+    """The user's own batch sampler: worker 0 lists its batches."""
 
     kind: ClassVar[int] = 4
 
@@ -181,12 +185,13 @@ def _as_ints(indices: list[Any]) -> Tensor | None:
 
 
 def stock_batches(loader: DataLoader[Any]) -> BatchSampler | None:
-    """The loader's batch sampler if it only groups the samples of a sampler."""
+    """Return the loader's batch sampler if it is torch's own, which groups samples in order."""
     batches = loader.batch_sampler
     return batches if type(batches) is BatchSampler else None
 
 
 def order_of(loader: DataLoader[Any]) -> Order:
+    """Return the kind of order that a loader has."""
     batches = stock_batches(loader)
     if batches is None:
         assert loader.batch_sampler is not None, "a loader without batches is a stream"

@@ -1,4 +1,4 @@
-"""Where the batches of an epoch come from, as the loader sees it."""
+"""The interface between a sharded loader and where its batches come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 
 class Ready(NamedTuple):
-    """A batch about to be yielded."""
+    """A batch that is ready to be yielded."""
 
     batch: Any
     counts: list[int]
@@ -18,14 +18,14 @@ class Ready(NamedTuple):
 
 
 class Epoch(Protocol):
-    """What is known of one pass over the data, or the rest of one."""
+    """One pass over the data, or the rest of one."""
 
     @property
     def drawn(self) -> Tensor | None:
-        """What was agreed on; None as long as nothing was."""
+        """What the workers have agreed on; None before that."""
 
     def draw(self) -> None:
-        """Agree on the order, if that is yet to be done; before a sample is read."""
+        """Agree on the order, before a sample is read. Collective the first time."""
 
     def is_over(self, consumed: int) -> bool: ...
 
@@ -35,18 +35,19 @@ class Source(Protocol):
     def kind(self) -> int: ...
     def __len__(self) -> int: ...
     def begin(self, drawn: Tensor | None, consumed: int) -> tuple[Epoch, Iterator[Ready]]:
-        """A new epoch, or with `drawn` the rest of one that was interrupted.
+        """Begin a new epoch, or with `drawn` continue one that was interrupted.
 
-        Only the iterator holds on to the loader's own: dropping it must end the loader's workers.
+        Only the returned iterator refers to the loader's own, so that dropping it ends the
+        loader's worker processes.
         """
 
 
 def rebuilt(
     loader: DataLoader[Any], collate: Callable[[Any], Any], **batching: Any
 ) -> DataLoader[Any]:
-    """The user's loader with another collate function and batching.
+    """Return the user's loader with another collate function and batching.
 
-    Not `in_order`: the workers can only agree on batches that come in order.
+    `in_order` is not copied: the workers can only agree on batches that come in order.
     """
     if loader.pin_memory_device:
         batching["pin_memory_device"] = loader.pin_memory_device

@@ -1,4 +1,4 @@
-"""A stream as source: every worker reads all batches of the loader, and keeps its part."""
+"""Read a stream: every worker reads all batches of the loader and keeps its part."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from parallax.data.batch import count, empty, take
-from parallax.data.cut import BatchCut, Step
-from parallax.data.order import Agreement, broadcast
+from parallax.data.order import WorkerGroup, broadcast
 from parallax.data.source import Epoch, Ready, rebuilt
+from parallax.data.splitting import BatchSplitter, GlobalBatch
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Whether worker 0 cannot list the batches, or their sizes are only known from reading them."""
+    """Return whether worker 0 cannot list the batches, or must read them to know their sizes."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return True
     return not _iterates_as_stock(loader) or not _has_length(loader)
 
 
 class StreamSource:
-    """Every worker reads all batches of the loader, and keeps its part."""
+    """The batches of an iterable dataset, or of a loader with its own iteration."""
 
     kind: ClassVar[int] = 5
 
-    def __init__(self, loader: DataLoader[Any], agreement: Agreement, split: bool) -> None:
-        self._loader, self._agreement = loader, agreement
-        self._cut = BatchCut(agreement.num_workers, split)
+    def __init__(self, loader: DataLoader[Any], workers: WorkerGroup, split: bool) -> None:
+        self._loader, self._workers = loader, workers
+        self._splitter = BatchSplitter(workers.num_workers, split)
         self._batches = _counted_batches(loader)
         sampler_generator = getattr(loader.sampler, "generator", None)
         self._generator = loader.generator or sampler_generator or torch.default_generator
@@ -41,12 +41,12 @@ class StreamSource:
     def __len__(self) -> int:
         num_batches = len(self._loader)
         if self._drops_incomplete:
-            return num_batches // self._agreement.num_workers
-        return self._cut.num_steps(num_batches)
+            return num_batches // self._workers.num_workers
+        return self._splitter.num_steps(num_batches)
 
     def begin(self, drawn: Tensor | None, consumed: int) -> tuple[Epoch, Iterator[Ready]]:
         if drawn is None:
-            drawn = broadcast(self._agreement, self._generator.get_state().view(torch.int64))
+            drawn = broadcast(self._workers, self._generator.get_state().view(torch.int64))
         with self._drawing_from(drawn):
             batches = iter(self._batches)
             # Samplers and generator functions draw at the first batch, not before.
@@ -55,24 +55,24 @@ class StreamSource:
         return StreamEpoch(drawn), self._ready(batches, consumed)
 
     def _ready(self, batches: Iterator[tuple[int, Any]], consumed: int) -> Iterator[Ready]:
-        size = 1 if self._cut.split else self._cut.num_workers
+        size = 1 if self._splitter.split else self._splitter.num_workers
         while group := list(islice(batches, size)):
             if len(group) < size and self._drops_incomplete:
                 return
-            counts = self._cut.counts([num_samples for num_samples, _ in group])
+            counts = self._splitter.counts([num_samples for num_samples, _ in group])
             consumed += len(group)
-            yield Ready(_own(group, counts, self._agreement.rank), counts, consumed)
+            yield Ready(_own(group, counts, self._workers.rank), counts, consumed)
 
     @property
     def _drops_incomplete(self) -> bool:
-        return self._loader.drop_last and not self._cut.split
+        return self._loader.drop_last and not self._splitter.split
 
     @contextmanager
     def _drawing_from(self, drawn: Tensor) -> Iterator[None]:
-        """Makes a stream that is random from its beginning the same on every worker.
+        """Make a stream that draws random numbers at its start the same on every worker.
 
-        Afterwards the global generator is again this worker's own, unless the workers' went in
-        step before, and so still do. [Note: same draws]
+        Afterwards the global generator has this worker's own state again, unless the workers'
+        generators had the same state before, and so still have. [Note: same draws]
         """
         state = drawn.view(torch.uint8)
         own = self._generator.get_state()
@@ -92,7 +92,7 @@ class StreamEpoch:
     def draw(self) -> None: ...
 
     def is_over(self, consumed: int) -> bool:
-        return False  # only reading on would tell
+        return False  # Only reading further would show it.
 
 
 def _own(group: list[tuple[int, Any]], counts: list[int], rank: int) -> Any:
@@ -101,12 +101,12 @@ def _own(group: list[tuple[int, Any]], counts: list[int], rank: int) -> Any:
         return batch
     if counts[rank] == 0:
         return empty(batch, num_samples)
-    return take(batch, Step(0, counts, 0).part(rank), num_samples)
+    return take(batch, GlobalBatch(0, counts, 0).part(rank), num_samples)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A collate function that also says how many samples it was given."""
+    """A collate function that also returns the number of samples."""
 
     collate: Callable[[Any], Any]
     is_batched: bool
@@ -117,7 +117,7 @@ class Counted:
 
 
 class _CountedAfter:
-    """The batches of a loader with an iteration of its own, counted as they come out."""
+    """The batches of a loader with its own iteration, counted as they are read."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader

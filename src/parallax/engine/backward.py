@@ -19,10 +19,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from parallax.comm.header import Verb
 from parallax.comm.peers import Peers
-from parallax.engine.dense import DenseRoute
+from parallax.engine.dense import Arming, DenseRoute
+from parallax.engine.dense import Phase as Reduction
 from parallax.engine.weight import Weight
 
 REDUCTION = "all gradients"
@@ -37,12 +39,15 @@ class Phase(enum.Enum):
     UNSYNCED = "some were accumulated under no_sync(), or by a backward that raised"
 
 
-class Reducer(Protocol):
-    """Who brings the gradients of all workers together."""
+class Trainer(Protocol):
+    """The engine, which brings the gradients of all workers together."""
 
     peers: Peers
     dense: DenseRoute
     weight: Weight
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward has come."""
 
     def arm(self) -> None:
         """The gradients of all workers begin to come together."""
@@ -54,10 +59,10 @@ class Reducer(Protocol):
 class Backward:
     """Sees where a backward begins and ends, and has it reduced."""
 
-    def __init__(self, reducer: Reducer, device: torch.device) -> None:
+    def __init__(self, trainer: Trainer, device: torch.device) -> None:
         self.phase = Phase.REDUCED
         self.num_reductions = 0
-        self._reducer = reducer
+        self._trainer = trainer
         self._is_clocked = device.type == "cpu"
         self._syncs = True
         self._scale = 1.0
@@ -66,22 +71,61 @@ class Backward:
         """The call of autograd's engine that the last gradient came from."""
         self._ends: list[weakref.ref[partial[None]]] = []
         """Callbacks that engine calls of this backward hold; they die with their calls."""
+        self._handles: dict[str, list[Any]] = {}
+        """Hooks on dense parameters, by name."""
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Notice the gradients of a dense parameter, and scale them. See [Note: scale]."""
+        dense, weight = self._trainer.dense, self._trainer.weight
+
+        def scaled(gradient: Tensor) -> Tensor | None:
+            scale = 1.0 if dense.phase is Reduction.COMPLETING else weight.scale()
+            if scale == 1.0:
+                return None
+            # A worker without samples may have NaN here: its gradient is zero, not zero times it.
+            return torch.zeros_like(gradient) if scale == 0.0 else gradient * scale
+
+        def arrived(_: Tensor) -> None:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # the reducer takes dense ones only
+            if dense.phase is not Reduction.COMPLETING:
+                self.begin()
+                dense.arrived(name)
+
+        # Frozen parameters have hooks too, for the day they are unfrozen.
+        needs = parameter.requires_grad
+        parameter.requires_grad_(True)
+        self._handles[name] = [
+            parameter.register_hook(scaled),
+            parameter.register_post_accumulate_grad_hook(arrived),
+        ]
+        parameter.requires_grad_(needs)
+
+    def unwatch(self, name: str) -> None:
+        for handle in self._handles.pop(name):
+            handle.remove()
+
+    def close(self) -> None:
+        for name in list(self._handles):
+            self.unwatch(name)
 
     def begin(self) -> float:
         """A gradient has come, of either route. Return its scale."""
-        if self.phase is Phase.RUNNING and not any(end() for end in self._ends):
+        task = torch._C._current_graph_task_id()
+        if task == self._task and self.phase is Phase.RUNNING:
+            return self._scale
+        if self.phase is Phase.RUNNING and not any([end() for end in self._ends]):  # noqa: C419
             self._abandon()
         if self.phase is not Phase.RUNNING:
-            self.phase, self._task = Phase.RUNNING, -1
+            self.phase = Phase.RUNNING
             self._ends.clear()
-            self._scale = self._reducer.weight.scale()
-            if self._syncs and self._reducer.dense.starts_early:
-                self._reducer.arm()
+            self._trainer.begin_backward()
+            self._scale = self._trainer.weight.scale()
+            if self._syncs and self._trainer.dense.arming is Arming.AT_GRADIENT:
+                self._trainer.arm()
             self._began = time.perf_counter()
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._queue_end()
+        self._task = task
+        self._queue_end()
         return self._scale
 
     @contextmanager
@@ -98,21 +142,21 @@ class Backward:
         if self.phase is Phase.RUNNING:
             self._abandon()
         if self.phase is Phase.UNSYNCED or self.num_reductions == seen:
-            self._reducer.arm()
+            self._trainer.arm()
             self._reduce(0.0)
 
     def _reduce(self, backward_seconds: float) -> None:
-        self._reducer.reduce(backward_seconds)
+        self._trainer.reduce(backward_seconds)
         self.phase = Phase.REDUCED
         self.num_reductions += 1
 
     def _abandon(self) -> None:
         """An exception has ended the last backward. Its gradients go with the next one's."""
         self.phase = Phase.UNSYNCED
-        if self._reducer.dense.is_armed:
+        if self._trainer.dense.phase is not Reduction.IDLE:
             # If it did not end on all workers, the next reduction's header shows it.
-            self._reducer.peers.operation(Verb.REDUCTION, REDUCTION)
-            self._reducer.dense.abandon()
+            self._trainer.peers.operation(Verb.REDUCTION, REDUCTION)
+            self._trainer.dense.abandon()
 
     def _queue_end(self) -> None:
         """Have autograd call `_end` when the engine call that runs now has finished."""
@@ -126,13 +170,13 @@ class Backward:
             return
         node = torch._C._current_autograd_node()
         if node is not None:
-            self._reducer.dense.nests()
+            self._trainer.dense.arming = Arming.AT_END
             self._follow(node)
             return
         self.phase = Phase.UNSYNCED
         if self._syncs:
-            if not self._reducer.dense.is_armed:
-                self._reducer.arm()
+            if self._trainer.dense.phase is Reduction.IDLE:
+                self._trainer.arm()
             self._reduce(time.perf_counter() - self._began if self._is_clocked else 0.0)
 
     def _follow(self, node: torch.autograd.graph.Node) -> None:

@@ -1,21 +1,31 @@
-"""A batch whose rows were prefetched, for as long as its lookups can take them."""
+"""A batch whose rows were prefetched, for as long as its lookups can take them.
+
+[Note: gather] All lookups of a batch that only want the rows of their ids (`F.embedding`,
+`weight[ids]`) are answered by one gather: each gets a part of its result. Autograd then brings all
+their gradients in one call, and one sum by row is what is pushed.
+Other lookups (`F.embedding_bag`, a padding row in the batch) take the distinct rows of their table.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import itertools
+
 import torch
 from torch import Tensor
 
-from parallax.tables.host import repeat, to_device
+from parallax.comm.pull import Asked, Pulled
+from parallax.tables.merge import sum_rows
 from parallax.tables.space import Request, SlotSpace
 
-Foreseen = tuple[str, Tensor, int, Tensor]
-"""The ids that a lookup of a batch is expected to have: name of the table, the part of the batch
-that they come from, its version (-1: changes of it cannot be seen), and a flat copy of the ids,
-64 bits each, because a script may change its batch in place. A tuple, for there are many."""
+ExpectedLookup = tuple[str, Tensor, int, Tensor]
+"""Name of the table, the part of the batch that has the ids, its version (-1: changes of it cannot
+be seen), and a flat copy of the ids, 64 bits each, because a script may change its batch in place.
+A tuple, because there are many."""
 
 
-def foreseen(sources: list[tuple[str, Tensor]], device: torch.device) -> list[Foreseen]:
+def expected_lookups(
+    sources: list[tuple[str, Tensor]], device: torch.device
+) -> list[ExpectedLookup]:
     """Read the ids of all lookups of a batch, each given by its table and its part of it."""
     if not sources:
         return []
@@ -34,48 +44,54 @@ class Batch:
         self,
         space: SlotSpace,
         request: Request,
-        rows: list[Tensor],
-        lookups: list[Foreseen],
-        positions: dict[str, int],
+        pulled: Pulled,
+        lookups: list[ExpectedLookup],
         tables: set[str],
+        *,
         indices: Tensor | None,
+        orders: list[Tensor | None],
     ) -> None:
-        """`rows` are by group, in the order of the request's keys; `tables` are those of which
-        all workers have their rows. `indices` are those of the request, by owner, if it went to
-        the owners as it is."""
+        """`lookups` are ordered by table. `tables` are those of which all workers have their
+        rows. `indices` and `orders` are those of the pull, if it was for this worker alone: then
+        a push of all these rows needs no ids."""
         self.space = space
-        self.indices = indices
         self.request = request
         self.open = tables
         """Tables whose lookups need no message. See [Note: window] in prefetcher.py."""
         self.used: set[str] = set()
         """Tables of which a lookup has taken rows."""
-        self._positions = positions
-        starts = request.starts
-        sizes = request.counts.sum(1)
-        by_table: list[Tensor] = []
-        first = 0
-        for each, end in zip(rows, space.group_ends.tolist(), strict=True):
-            by_table += each.split_with_sizes(sizes[first:end].tolist())
-            first = end
-        self.rows = by_table
-        """By position of the table."""
-        self.outputs: tuple[Tensor, ...] | None = None
-        """The same rows as parts of a recorded graph, once a lookup has recorded one."""
-        tables_of = [positions[name] for name, _, _, _ in lookups]
-        numbers = [len(ids) for _, _, _, ids in lookups]
-        firsts = to_device(starts[tables_of], space.device)
-        places = request.places - repeat(firsts, np.array(numbers, np.int64))
-        self._lookups: dict[str, list[tuple[Foreseen, Tensor]]] = {}
-        for lookup, piece in zip(lookups, places.split_with_sizes(numbers), strict=True):
-            self._lookups.setdefault(lookup[0], []).append((lookup, piece))
+        self.lookups = lookups
+        self.indices = indices
+        self.orders = orders
+        self._pulled = pulled
+        self._by_name: dict[str, list[int]] = {}
+        """By table: numbers of its lookups."""
+        for number, lookup in enumerate(lookups):
+            self._by_name.setdefault(lookup[0], []).append(number)
+        self._starts = [0, *itertools.accumulate([len(lookup[3]) for lookup in lookups])]
+        """By lookup: where its ids begin."""
+        self._group_edges: list[int] = [0, *request.starts[space.group_ends].tolist()]
+        """By group: where its keys begin."""
+        self._num_ids = [0] * space.num_groups
+        """By group."""
+        for name, _, _, ids in lookups:
+            self._num_ids[space.group_of[space.positions[name]]] += len(ids)
+        self.is_gathered = False
+        """Whether the lookups were gathered once. See [Note: gather]."""
+        self.gathered: dict[int, Tensor] = {}
+        """By lookup: its rows as a part of a recorded graph, until it takes them."""
 
-    def match(self, name: str, ids: Tensor) -> tuple[int, Tensor] | None:
-        """Return the position of a table and the places of these ids among its rows, if this lookup
-        was foreseen."""
+    @property
+    def asked(self) -> Asked:
+        """What all workers asked this owner for."""
+        return self._pulled.asked
+
+    def match(self, name: str, ids: Tensor) -> int | None:
+        """Return the number of the lookup of a table with these ids, if it was expected."""
         if name not in self.open or not isinstance(ids, Tensor):
             return None
-        for (_, source, version, copy), places in self._lookups[name]:
+        for number in self._by_name.get(name, ()):
+            _, source, version, copy = self.lookups[number]
             # Their memory tells, without a look at the values, unless the script made a copy.
             is_same = ids is source or (
                 ids.data_ptr() == source.data_ptr()
@@ -87,23 +103,86 @@ class Batch:
                 is_same = _is_equal(ids, copy)
             if is_same:
                 self.used.add(name)
-                return self._positions[name], places if ids.dim() == 1 else places.view(ids.shape)
+                return number
         return None
+
+    # One gather for all lookups -----------------------------------------------------------
+
+    def gather(self, numbers: list[list[int]]) -> list[Tensor]:
+        """Return the rows of the ids of some lookups, given by group, in one gather for each."""
+        found: list[Tensor] = []
+        for group, chosen in enumerate(numbers):
+            if chosen:
+                rows, where = self._pulled.rows[group], self._pulled.places[group]
+                places = self._in_group(group, chosen)
+                gathered = rows.index_select(0, places if where is None else where[places])
+                sizes = [len(self.lookups[number][3]) for number in chosen]
+                # They are not marked as views, so a script may change one in place.
+                found += torch.unsafe_split_with_sizes(gathered, sizes)
+        return found
+
+    def summed(self, group: int, numbers: list[int], gradients: list[Tensor]) -> Tensor:
+        """Sum the gradients of some lookups of a group by row; return them in the order of keys."""
+        row_shape, request = self._pulled.rows[group].shape[1:], self.request
+        joined = torch.cat([each.reshape(-1, *row_shape) for each in gradients])
+        first, end = self._group_edges[group : group + 2]
+        low, high = self._starts[numbers[0]], self._starts[numbers[-1] + 1]
+        if not len(joined) == high - low == self._num_ids[group] or not joined.numel():
+            sums = joined.new_zeros((end - first, *row_shape))
+            return sums.index_add_(0, self._in_group(group, numbers), joined)
+        order, firsts = request.order[low:high], request.firsts[first:end]
+        if low:
+            order, firsts = order - low, firsts - low
+        return sum_rows(joined.reshape(len(joined), -1), order, firsts).view(-1, *row_shape)
+
+    def _in_group(self, group: int, numbers: list[int]) -> Tensor:
+        """Return where the rows of some lookups are among the keys of their group."""
+        if numbers[-1] - numbers[0] == len(numbers) - 1:
+            places = self.request.places[self._starts[numbers[0]] : self._starts[numbers[-1] + 1]]
+        else:
+            places = torch.cat([self._places(number) for number in numbers])
+        first = self._group_edges[group]
+        return places - first if first else places
+
+    def _places(self, number: int) -> Tensor:
+        """Return where the row of each id of a lookup is among all keys."""
+        return self.request.places[self._starts[number] : self._starts[number + 1]]
+
+    # Rows of one table --------------------------------------------------------------------
 
     def rows_of(self, name: str) -> tuple[Tensor, Tensor]:
         """Return a table's slots and rows."""
-        position = self._positions[name]
-        return self.slots_of(name), self.rows[position]
+        group, first, end = self.range_of(name)
+        rows, where = self._pulled.rows[group], self._pulled.places[group]
+        if where is None:
+            return self.slots_of(name), rows[first:end]
+        return self.slots_of(name), rows.index_select(0, where[first:end])
+
+    def num_rows(self, group: int) -> int:
+        return self._group_edges[group + 1] - self._group_edges[group]
+
+    def range_of(self, name: str) -> tuple[int, int, int]:
+        """Return a table's group, and where its keys begin and end in it."""
+        position = self.space.positions[name]
+        first, end = self.request.starts[position : position + 2].tolist()
+        group = self.space.group_of[position]
+        start = self._group_edges[group]
+        return group, first - start, end - start
 
     def slots_of(self, name: str) -> Tensor:
         """Return the slots of a table's rows."""
-        position = self._positions[name]
+        position = self.space.positions[name]
         first, end = self.request.starts[position : position + 2].tolist()
         return self.request.keys[first:end] - int(self.space.first_keys[position])
 
+    def places_of(self, number: int) -> Tensor:
+        """Return where the ids of a lookup are among the rows of its table."""
+        name = self.lookups[number][0]
+        return self._places(number) - int(self.request.starts[self.space.positions[name]])
+
     def padding_place(self, name: str, row: int) -> int | None:
         """Return where a padding row is among a table's rows."""
-        position = self._positions[name]
+        position = self.space.positions[name]
         number = self.space.padding_of.get((position, row))
         if number is not None:
             place = int(self.request.paddings[number])

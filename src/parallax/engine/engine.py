@@ -1,36 +1,37 @@
-"""What lasts from step to step: tables, routes, and the step that is under way."""
+"""What lasts from step to step: tables, routes, and the current step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from parallax.analysis import Facts
 from parallax.comm.host_merge import HostMerge
 from parallax.comm.peers import Peers
 from parallax.comm.request import LastRequest
 from parallax.config import Config
-from parallax.course import Course
 from parallax.engine import placement
 from parallax.engine.backward import Backward
 from parallax.engine.buffers import Buffers
 from parallax.engine.dense import DenseRoute
+from parallax.engine.pending import PendingGradients
 from parallax.engine.prefetcher import Pass, Prefetcher
 from parallax.engine.row_optimizer import RowOptimizer, refuse_dense
 from parallax.engine.sparse_table import Home, SparseTable, warn_whole
 from parallax.engine.step import Step
-from parallax.engine.table_set import Owners, TableSet
+from parallax.engine.table_set import TableSet
+from parallax.engine.trained_model import TrainedModel
 from parallax.engine.weight import Weight
-from parallax.plan import Plan, Route
+from parallax.planning.adaptive_plan import AdaptivePlan
+from parallax.planning.changes import MoveTable
+from parallax.planning.plan import Plan, Route, RowRule
 from parallax.tables.merge import any_in_row
 from parallax.tables.table import make_plain, set_data
-from parallax.wire import rounded
 
 _log = logging.getLogger("parallax")
 
@@ -39,10 +40,13 @@ class SavePoints(Protocol):
     """Who saves checkpoints by schedule."""
 
     def wants_save(self) -> bool:
-        """Whether this worker calls all to a save after this step."""
+        """Return whether this worker asks all to save after this step."""
+
+    def call_save(self) -> None:
+        """Called on all workers if one of them has asked for a save after this step."""
 
     def before_reduction(self) -> None:
-        """The gradients of all workers begin to come together."""
+        """Called before a reduction. Collective if a checkpoint is saved here."""
 
 
 class Engine:
@@ -50,36 +54,34 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
-        facts: Sequence[Facts],
-        owners: Owners,
-        optimizers: Sequence[Optimizer],
+        trained: TrainedModel,
+        tables: TableSet,
+        row_optimizers: Mapping[int, RowOptimizer],
         config: Config,
         peers: Peers,
         host_merge: HostMerge,
-        course: Course,
+        adaptive_plan: AdaptivePlan,
         save_points: SavePoints,
         dense_groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
         device: torch.device,
     ) -> None:
-        """Put every parameter on its route. Collective."""
-        self.names = [fact.name for fact in facts]
+        """Place every parameter on its route. Collective.
+
+        `row_optimizers` are by id of the optimizer, `dense_groups` for gradients and for sums.
+        """
+        self.names = [fact.name for fact in trained.facts]
         self.peers = peers
         self.host_merge = host_merge
         self.save_points = save_points
         self.weight = Weight(peers)
-        self.buffers = Buffers(model)
+        self.buffers = Buffers(trained.model, broadcasts=config.broadcast_buffers)
         self.requests = LastRequest()
-        self.buffers_changed = False
-        self.save_called = False
-        """Whether any worker has called all to a save; all learn it in the same reduction."""
         self.densified: set[str] = set()
-        """Tables that have become ordinary parameters."""
-        self._course = course
-        self._owners = owners
-        plan = course.plan
-        paddings = {fact.name: fact.padding_rows for fact in facts}
-        self.tables = TableSet(peers, owners, device, paddings)
+        """Tables that have become dense parameters."""
+        self._adaptive_plan = adaptive_plan
+        self._owners = trained.owners
+        self.tables = tables
+        self.row_optimizers = row_optimizers
         self.prefetcher = Prefetcher(
             peers,
             host_merge,
@@ -88,29 +90,24 @@ class Engine:
             # NCCL's groups must be used in one order, which two threads do not have.
             is_early=device.type == "cpu",
         )
-        self.step = Step(self)
+        self.step = Step(self, PendingGradients(tables), set())
+        self.num_steps = 0
+        """Steps that are over: every optimizer has stepped in each."""
+        self.dense = DenseRoute(peers, *dense_groups, config.bucket_megabytes, self.names)
         self.backward = Backward(self, device)
-        self.dense = DenseRoute(
-            peers,
-            *dense_groups,
-            config.bucket_megabytes,
-            self.backward.begin,
-            self.weight.scale,
-            self.names,
-        )
-        self.row_optimizers = {id(each): RowOptimizer(each) for each in optimizers}
-        if peers.detours is not None:
-            peers.detours.serve = self.served
         try:
-            placement.make_real(model, facts, plan, device, optimizers)
-            placement.spread(facts, plan, self.buffers.now(), peers)
-            self.buffers.are_touched()
-            self._place(facts, config, plan)
+            self._place(trained, adaptive_plan.plan, config, device)
         except BaseException:  # No parameter has given its rows away yet.
             self.close()
             raise
 
-    def _place(self, facts: Sequence[Facts], config: Config, plan: Plan) -> None:
+    def _place(
+        self, trained: TrainedModel, plan: Plan, config: Config, device: torch.device
+    ) -> None:
+        facts = trained.facts
+        placement.make_real(trained.model, facts, plan, device, trained.optimizers)
+        placement.spread(facts, plan, self.buffers.now(), self.peers)
+        self.buffers.are_touched()
         chosen = []
         for fact in facts:
             route = plan[fact.name].route
@@ -120,22 +117,27 @@ class Engine:
                 if route is Route.SHARDED:
                     chosen.append(table)
             elif route is not Route.LOCAL:
-                self.dense.adopt(fact.name, fact.parameter)
+                self._adopt_dense(fact.name, fact.parameter)
         if chosen:
             by_name = {fact.name: fact for fact in facts}
             placement.place_tables(self.tables, chosen, by_name, config, self.peers)
             self._tables_changed()
 
+    def _adopt_dense(self, name: str, parameter: nn.Parameter, *, stray: bool = False) -> None:
+        self.dense.adopt(name, parameter, stray=stray)
+        self.backward.watch(name, parameter)
+
     @property
     def num_partitions(self) -> int:
-        """In how many parts a push goes; the same on all workers."""
-        return self._course.num_partitions
+        """The number of parts in which gradients of rows are pushed; the same on all workers."""
+        return self._adaptive_plan.num_partitions
 
     def close(self) -> None:
-        """Give the model and the optimizers back. Tables of which other workers have rows stay
+        """Release the model and the optimizers. Tables whose rows are on other workers stay
         tables."""
         for each in self.row_optimizers.values():
             each.swap_back()
+        self.backward.close()
         self.dense.close()
         for table in self.tables:
             table.release()
@@ -145,77 +147,92 @@ class Engine:
                 set_data(table.parameter, values)
         self.prefetcher.close()
 
-    # The loader ---------------------------------------------------------------------------
+    # The loader (see BatchConsumer in data/loader.py) -------------------------------------
 
-    def is_followed(self) -> bool:
+    def prefetches_here(self) -> bool:
         return self.prefetcher.is_followed()
 
     def reads_ahead(self, loader: int) -> bool:
         return self.prefetcher.reads_ahead(loader)
 
-    def draws(self, loader: int) -> None:
+    def declare_random(self, loader: int) -> None:
         self.prefetcher.draws(loader)
 
-    def declare(self, loader: int, ids: dict[str, Callable[[Any], Any]]) -> None:
+    def declare_ids(self, loader: int, ids: dict[str, Callable[[Any], Any]]) -> None:
         self.prefetcher.declare(loader, ids)
 
-    def prefetch(self, of: Pass, batch: Any, following: tuple[Any, ...]) -> None:
+    def begin_batch(
+        self, of: Pass, batch: Any, following: tuple[Any, ...], counts: list[int]
+    ) -> None:
+        self.weight.set_counts(counts)
         self.step.prefetch(of, batch, following)
 
     def end_data(self) -> None:
+        self.weight.forget_counts()
         self.step.end_data()
 
     # A step -------------------------------------------------------------------------------
 
+    def begin_backward(self) -> None:
+        """Put tables back that an exception in `optimizer.step()` has left out of it."""
+        for optimizer in self.row_optimizers.values():
+            if optimizer.is_stepping:
+                optimizer.swap_back()
+
     def arm(self) -> None:
-        """The gradients of all workers begin to come together."""
+        """Prepare for a reduction. Collective if a checkpoint is saved here."""
         self.save_points.before_reduction()
         self.dense.arm()
 
-    def end_reduction(self, buffers_changed: bool, save_called: bool) -> None:
-        self.buffers_changed |= buffers_changed
-        self.save_called |= save_called
-
     def reduce(self, backward_seconds: float) -> None:
-        """Bring the gradients of all workers together. Collective."""
+        """Reduce the gradients of all workers. Collective."""
         self.step.reduce(backward_seconds)
 
-    def begin_update(self, optimizer: Optimizer) -> None:
-        """Put the rows that have a gradient in their tables' place in an optimizer."""
-        self.row_optimizers[id(optimizer)].swap_in(self.tables.groups_of(optimizer))
+    def end_reduction(self, buffers_changed: bool, save_called: bool) -> None:
+        """Take what workers have told each other in a reduction; the same on all workers."""
+        if buffers_changed:
+            self.buffers.mark_changed()
+        if save_called:
+            self.save_points.call_save()
 
-    def end_update(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped."""
-        groups = self.tables.groups_of(optimizer)
-        again = {group.names[table] for group in groups for table in group.applied}
-        names = self.row_optimizers[id(optimizer)].swap_out()
-        self.step.updated(names, again & names)
-
-    def give_up_updates(self) -> None:
-        """Put tables back that an exception has left out of their optimizers."""
-        for each in self.row_optimizers.values():
-            each.swap_back()
+    def follow_options(self, optimizer: Optimizer) -> None:
+        """Give tables the row rule that their options of the moment need."""
+        changed = self.row_optimizers[id(optimizer)].follow_options(
+            self.tables.groups_of(optimizer)
+        )
+        if changed:  # Rows that came early for the next batch may change in this step after all.
+            self.prefetcher.always_changes(changed)
+            for name in changed:
+                self._adaptive_plan.set_row_rule(name, RowRule.EVERY_ROW)
 
     def end_step(self) -> None:
-        """The number of steps grows."""
+        """Complete a step before it is counted. Collective if buffers have changed."""
         self.dense.settle()
         self.tables.retire()
+        self.buffers.broadcast_changes(self.peers)
 
     def settle(self) -> None:
-        """Every optimizer has stepped: another step begins."""
+        """Begin another step: every optimizer has stepped."""
         self.weight.end_step()
         self.prefetcher.updated()
-        self.step = self.step.following()
+        self.num_steps += 1
+        for group in self.tables.groups:
+            group.carried |= group.graded
+        self.step = self.step.settle()
 
     def drop_gradients(self) -> None:
+        """Drop all gradients of tables, also those that are not reduced yet."""
         for table in self.tables:
-            table.zero()  # also what no backward has reduced yet
+            table.set_gradient(None)
 
     # Routes -------------------------------------------------------------------------------
 
     def place_observed(self, used: set[str], whole: set[str]) -> list[SparseTable]:
-        """All workers know which observed parameters were used whole by any of them. Return those
-        that are sharded from now on."""
+        """Decide the route of observed parameters, and return those that are sharded now.
+        Collective.
+
+        `used` and `whole` are those that any worker has used, and used as a whole.
+        """
         new = []
         for table in self.tables:
             if table.home is Home.PARAMETER and table.name in used:
@@ -226,11 +243,13 @@ class Engine:
         if new:
             self._shard(new)
             for table in new:
-                self._course.reroute(table.name, Route.SHARDED, "only rows of it were looked up")
+                self._adaptive_plan.set_route(
+                    table.name, Route.SHARDED, "only rows of it were looked up"
+                )
         return new
 
     def _shard(self, tables: Sequence[SparseTable]) -> None:
-        """Keep only this owner's rows of tables that every worker has whole."""
+        """Shard tables of which every worker has all rows: keep only this owner's."""
         groups = self.tables.shard(tables)
         for group in groups:
             for number, parameter in enumerate(group.parameters):
@@ -240,46 +259,42 @@ class Engine:
         self._tables_changed()
 
     def densify(self, table: SparseTable, why: str, *, is_planned: bool) -> None:
-        """Make a table an ordinary parameter. Collective if its rows lie in shards."""
+        """Make a table a dense parameter. Collective if it is sharded."""
         was_sharded = table.group is not None
         self.tables.leave(table, why)
         self.densified.add(table.name)
         if not is_planned:
             if was_sharded:
                 warn_whole(table.name, why)
-            self._course.hold(table.name)
+            self._adaptive_plan.hold(table.name)
             why = f"used whole by {why}"
         owner = self._owners.get(id(table.parameter))
         if owner is not None:
             refuse_dense(table.name, owner[0], why)
         route = Route.ALL_REDUCE if self.peers.num_workers > 1 else Route.LOCAL
-        self._course.reroute(table.name, route, why)
-        self.dense.adopt(table.name, table.parameter, stray=True)
+        self._adaptive_plan.set_route(table.name, route, why)
+        self._adopt_dense(table.name, table.parameter, stray=True)
         self._tables_changed()
 
-    def move(self, table: SparseTable, route: Route, why: str) -> None:
-        """Bring a table to another route, between two steps."""
-        if route is Route.ALL_REDUCE:
-            self.densify(table, why, is_planned=True)
+    def move(self, change: MoveTable) -> None:
+        """Move a table to another route, between two steps. Collective."""
+        table = self.tables.by_name[change.name]
+        if change.route is Route.ALL_REDUCE:
+            self.densify(table, change.why, is_planned=True)
             return
         self.dense.release(table.name)
+        self.backward.unwatch(table.name)
         self.densified.discard(table.name)
         parameter = table.parameter
         gradient, parameter.grad = parameter.grad, None
         self._shard([table])
-        if gradient is not None:  # It stays until it is zeroed, as in torch.
+        if gradient is not None:  # Gradients stay until they are zeroed, as in torch.
             part = table.own_part(gradient)
             rows = any_in_row(part != 0).nonzero().squeeze(1)
             assert table.group is not None
             table.group.receive([table.number], rows, part[rows])
-            table.group.applied.add(table.number)
-        self._course.reroute(table.name, route, why)
-
-    def served(self, name: str, places: Tensor) -> Tensor:
-        """Return rows of a table that this worker owns."""
-        shard = self.tables.by_name[name].shard
-        assert shard is not None
-        return rounded(shard.index_select(0, places.to(shard.device)), self.peers.wire)
+            table.group.carried.add(table.number)
+        self._adaptive_plan.set_route(table.name, change.route, change.why)
 
     def _tables_changed(self) -> None:
         self.prefetcher.tables_changed()

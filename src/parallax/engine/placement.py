@@ -12,13 +12,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from parallax import init
-from parallax.analysis import Facts, Kind
 from parallax.comm.peers import Peers
 from parallax.config import Config, Initializer, first_match
 from parallax.engine.sparse_table import SparseTable
 from parallax.engine.table_set import TableSet
 from parallax.errors import ConfigError, MismatchError
-from parallax.plan import Plan, Route
+from parallax.planning.analysis import Facts, Kind
+from parallax.planning.plan import Plan, Route
 from parallax.tables.table import set_data
 
 _BLOCK_ELEMENTS = 1 << 22

@@ -3,12 +3,13 @@
 A table is prefetched for a loader when on every worker the ids of its lookups were the same parts
 of two batches in a row, or when `shard(…, ids=…)` names them; workers tell each other in the
 reduction at the end of a backward. From then on the rows of all such tables come together, and one
-batch ahead, until some worker finds a lookup with other ids. See [Note: prefetch] in
-comm/prefetch.py and [Note: detour] in comm/detour.py.
+batch ahead, until some worker finds a lookup with other ids. See [Note: early
+and late] in comm/pull.py and [Note: out-of-band pull] in comm/out_of_band.py.
 
 [Note: window] Lookups need no message from the moment a batch is handed out until its gradients are
-reduced, or the loader ends. In this window no row changes, because every update needs a reduction,
-and a worker whose ids are not as foreseen can be served by the others at any time.
+reduced, or the loader ends. In this window no row changes, so a worker that looks up other ids can
+be served by the others at any time. An update in the window, with gradients of an earlier backward,
+begins with a meeting of all workers and ends the window for its tables.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parallax.comm.courier import Courier
 from parallax.comm.header import Operation, Verb
 from parallax.comm.host_merge import HostMerge, Union
 from parallax.comm.peers import Peers
-from parallax.comm.prefetch import Mask, Prefetch
+from parallax.comm.pull import Mask, Pull, Pulled
+from parallax.comm.threads import BackgroundThread
 from parallax.data.recipe import Columns, Recipe, Source, find_recipe, leaves_of
-from parallax.engine.batch import Batch, Foreseen, foreseen
+from parallax.engine.batch import Batch, ExpectedLookup, expected_lookups
 from parallax.engine.table_set import TableSet
 from parallax.errors import ConfigError
 from parallax.tables.host import Counts
 from parallax.tables.space import Request, SlotSpace
 
-_MAX_SURPRISES = 2
+_MAX_UNEXPECTED = 2
 _MAX_ASKED = 64
 Recipes = dict[str, tuple[Source, ...]]
 Pass = tuple[int, int]
 """A loader's number, and that of the pass over it."""
 
-AHEAD = "the rows"
-"""What they are called in messages."""
+PREFETCH = "the prefetch"
+"""What it is called in messages."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,11 @@ class _Coming:
 
     of: Pass
     operation: Operation
-    prefetch: Prefetch
+    pull: Pull
     union: Union
     space: SlotSpace
     request: Request
-    lookups: list[Foreseen]
+    lookups: list[ExpectedLookup]
     tables: list[str]
 
 
@@ -76,6 +77,8 @@ class Prefetcher:
         self._tables = tables
         self._is_on = is_on and peers.num_workers > 1
         self._is_early = is_early
+        self._is_large = True
+        """Whether the last batch was worth early rows; the same on all workers."""
         self._home = threading.get_ident()
         self._agreed: dict[int, Recipes] = {}
         """By loader: the tables that are prefetched; the same tables on all workers."""
@@ -85,12 +88,12 @@ class Prefetcher:
         """By loader: the ids that the script names."""
         self._drawing: set[int] = set()
         """Loaders that draw random numbers as they are read."""
-        self._num_surprises: dict[str, int] = {}
+        self._num_unexpected: dict[str, int] = {}
         self._window = _Window()
-        self._courier = Courier("parallax-prefetch")
+        self._thread = BackgroundThread("parallax-prefetch")
         self._coming: _Coming | None = None
         self._number = 0
-        self._marks = _Marks(tables.space)
+        self._marks = _Marks(tables.space, tables.changing)
 
     # From the loader ----------------------------------------------------------------------
 
@@ -121,11 +124,16 @@ class Prefetcher:
 
     @torch.inference_mode(False)
     def hand_out(
-        self, of: Pass, batch: Any, following: tuple[Any, ...], unforeseen: set[str]
+        self,
+        of: Pass,
+        batch: Any,
+        following: tuple[Any, ...],
+        not_prefetched: set[str],
+        num_parts: int,
     ) -> Batch | None:
         """The script gets a batch; `following` is the one after it, if it has been read. Return
-        the batch's rows. Lookups of the tables in `unforeseen` had no prefetch since their last
-        update."""
+        the batch's rows. Lookups of the tables in `not_prefetched` had no prefetch since their last
+        update. Pushes go in `num_parts` parts."""
         loader, _ = of
         if not self.is_followed():
             return None
@@ -133,14 +141,14 @@ class Prefetcher:
         agreed = self._agreed.get(loader, {})
         coming = self._awaited(of)
         if coming is None and agreed:
-            coming = self._ask(of, agreed, batch)
+            coming = self._ask(of, agreed, batch, num_parts)
         if coming is not None:
-            coming.prefetch.send_late(self._marks.spoiled_mask)
+            coming.pull.send_late(self._marks.may_have_changed_mask)
         if agreed and following:  # Overlaps with the rows, which are waited for.
-            self._coming = self._ask(of, agreed, following[0])
-        found = None if coming is None else self._take(coming, unforeseen)
-        if self._coming is not None and self._is_early:
-            self._coming.prefetch.send_early(self._courier, self._marks.may_change)
+            self._coming = self._ask(of, agreed, following[0], num_parts)
+        found = None if coming is None else self._take(coming, not_prefetched)
+        if self._coming is not None and self._is_early and self._is_large:
+            self._coming.pull.send_early(self._thread, self._marks)
         return found
 
     def end(self) -> None:
@@ -149,35 +157,43 @@ class Prefetcher:
             self._window = _Window()
 
     def close(self) -> None:
-        self._courier.close()
+        self._thread.close()
 
     def _awaited(self, of: Pass) -> _Coming | None:
         """Return what is on its way, if it is for this pass and these tables; else drop it."""
         coming, self._coming = self._coming, None
         if coming is not None and (coming.of != of or coming.space is not self._tables.space):
-            coming.prefetch.send_late(np.zeros(coming.space.num_tables, np.bool_))
-            coming.prefetch.wait()
+            coming.pull.send_late(np.zeros(coming.space.num_tables, np.bool_))
+            coming.pull.wait()
             return None
         return coming
 
-    def _take(self, coming: _Coming, unforeseen: set[str]) -> Batch:
-        arrived = coming.prefetch.wait()
-        rows = arrived.rows
-        if coming.union.is_merged:
+    def _take(self, coming: _Coming, not_prefetched: set[str]) -> Batch:
+        pulled, pull = coming.pull.wait(), coming.pull
+        asked, is_merged = pulled.asked, coming.union.is_merged
+        self._is_large = pull.is_large()
+        if is_merged:
             with self._peers.waiting(coming.operation):
-                rows = coming.union.deliver(rows)
-        positions = self._tables.positions
-        known = {name for name in coming.tables if arrived.known[positions[name]]}
-        counts = coming.request.counts.sum(1)
-        self._peers.ledger.add_rows(coming.space.names, rows=counts)
-        self._marks.note(arrived.asked, known, unforeseen)
-        indices = None if coming.union.is_merged else coming.prefetch.indices
-        return Batch(coming.space, coming.request, rows, coming.lookups, positions, known, indices)
+                rows = coming.union.deliver(pulled.by_key())
+            pulled = Pulled(rows, [None] * len(rows), asked)
+        positions = coming.space.positions
+        known = {name for name in coming.tables if asked.known[positions[name]]}
+        self._peers.ledger.add_rows(coming.space.names, rows=coming.request.counts.sum(1))
+        self._marks.note(asked.indices, known, not_prefetched)
+        return Batch(
+            coming.space,
+            coming.request,
+            pulled,
+            coming.lookups,
+            known,
+            indices=None if is_merged else pull.indices,
+            orders=[None] * len(pulled.rows) if is_merged else pull.orders,
+        )
 
     # From lookups -------------------------------------------------------------------------
 
     def looked_up(self, name: str, ids: Any) -> None:
-        """A lookup was not foreseen: see where its ids come from."""
+        """A lookup was not prefetched: see where its ids come from."""
         window = self._window
         known = window.loader is not None and isinstance(ids, Tensor)
         if known and not window.is_learned and not self._is_given_up(name):
@@ -185,41 +201,41 @@ class Prefetcher:
 
     # From the reduction -------------------------------------------------------------------
 
-    def blind(self, surprised: set[str]) -> list[bool]:
-        """For each table: whether this worker cannot foresee its lookups."""
-        for name in surprised:
-            self._num_surprises[name] = self._num_surprises.get(name, 0) + 1
+    def cannot_prefetch(self, unexpected: set[str]) -> list[bool]:
+        """Say for each table whether this worker cannot prefetch its lookups."""
+        for name in unexpected:
+            self._num_unexpected[name] = self._num_unexpected.get(name, 0) + 1
         loader = self._window.loader
         if not self._is_on or loader is None or loader in self._drawing:
             return [True] * len(self._tables.by_name)
         agreed = self._agreed.get(loader, {})
         return [
-            name in surprised or (name not in agreed and not self._sees(name))
+            name in unexpected or (name not in agreed and not self._sees(name))
             for name in self._tables.by_name
         ]
 
-    def settle(self, blind: list[bool]) -> list[str]:
-        """`blind` is what any worker said: the same on all. Return the tables that are not
-        prefetched any more. See [Note: window]."""
+    def settle(self, cannot_prefetch: list[bool]) -> list[str]:
+        """Take what any worker said: the same on all. Return the tables that are not prefetched
+        any more. See [Note: window]."""
         window = self._window
         loader = window.loader
         if loader is None:
             return []
         agreed = self._agreed.setdefault(loader, {})
         now = window.recipes()
-        surprised = []
-        for name, is_blind in zip(self._tables.by_name, blind, strict=True):
-            if is_blind:
+        unexpected = []
+        for name, cannot in zip(self._tables.by_name, cannot_prefetch, strict=True):
+            if cannot:
                 # Rows may have been asked for that their owners have not noted.
                 if agreed.pop(name, None) is not None:
-                    surprised.append(name)
+                    unexpected.append(name)
             elif name not in agreed:
                 recipes = self._declared.get(loader, {}).get(name, now.get(name))
                 if recipes is not None:
                     agreed[name] = recipes
         if not window.is_learned:
             self._before[loader], window.is_learned = now, True
-        return surprised
+        return unexpected
 
     def _sees(self, name: str) -> bool:
         loader = self._window.loader
@@ -231,13 +247,17 @@ class Prefetcher:
         return now is not None and now == self._before.get(loader, {}).get(name)
 
     def _is_given_up(self, name: str) -> bool:
-        return self._num_surprises.get(name, 0) > _MAX_SURPRISES
+        return self._num_unexpected.get(name, 0) > _MAX_UNEXPECTED
 
     # What may change ----------------------------------------------------------------------
 
-    def spoil(self, names: set[str]) -> None:
+    def mark_changed(self, names: set[str]) -> None:
         """Rows of some tables may have changed that no prefetch has asked for."""
-        self._marks.spoil(names)
+        self._marks.mark_changed(names)
+
+    def always_changes(self, names: set[str]) -> None:
+        """From now on a step changes every row of these tables."""
+        self._marks.always_changes(names)
 
     def updated(self) -> None:
         """The rows that were asked for have their new values."""
@@ -245,14 +265,14 @@ class Prefetcher:
 
     def tables_changed(self) -> None:
         """Tables have come or gone, on all workers."""
-        self._marks = _Marks(self._tables.space)
+        self._marks = _Marks(self._tables.space, self._tables.changing)
         for agreed in self._agreed.values():
             for name in set(agreed) - set(self._tables.positions):
                 del agreed[name]
 
     # Inside -------------------------------------------------------------------------------
 
-    def _ask(self, of: Pass, agreed: Recipes, batch: Any) -> _Coming:
+    def _ask(self, of: Pass, agreed: Recipes, batch: Any, num_parts: int) -> _Coming:
         space, positions = self._tables.space, self._tables.positions
         lookups, known = self._lookups(agreed, batch)
         request = _request(space, positions, lookups)
@@ -265,21 +285,27 @@ class Prefetcher:
         for name in set(agreed) - known:
             is_known[positions[name]] = False
         self._number += 1
-        operation = Operation(Verb.AHEAD, AHEAD, self._number, self._peers.step)
+        operation = Operation(Verb.PREFETCH, PREFETCH, self._number, self._peers.step)
         union = self._host_merge.union(operation, space, request)
-        prefetch = Prefetch(
-            self._peers, space, self._tables.storages, union.wanted, is_known, self._number
+        pull = Pull(
+            self._peers,
+            space,
+            self._tables.storages,
+            union.wanted,
+            is_known,
+            self._number,
+            num_parts,
         )
-        return _Coming(of, operation, prefetch, union, space, request, lookups, list(agreed))
+        return _Coming(of, operation, pull, union, space, request, lookups, list(agreed))
 
-    def _lookups(self, agreed: Recipes, batch: Any) -> tuple[list[Foreseen], set[str]]:
+    def _lookups(self, agreed: Recipes, batch: Any) -> tuple[list[ExpectedLookup], set[str]]:
         """Return the lookups that a batch will have, and the tables of which all are known."""
         leaves, device = leaves_of(batch), self._tables.space.device
         sources: list[tuple[str, Tensor]] = []
         known = set(agreed)
         columns: Columns = {}
-        for name, recipes in agreed.items():
-            for source in recipes:
+        for name in self._tables.space.names:  # In the order of keys.
+            for source in agreed.get(name, ()):
                 unbound = columns.get(source.leaf)
                 if unbound is not None and source.column is not None:
                     parts: Sequence[Tensor | None] = (unbound[source.column],)
@@ -292,10 +318,10 @@ class Prefetcher:
                         sources.append((name, part))
         if len(known) < len(agreed):
             sources = [(name, part) for name, part in sources if name in known]
-        return foreseen(sources, device), known
+        return expected_lookups(sources, device), known
 
 
-def _request(space: SlotSpace, positions: dict[str, int], lookups: list[Foreseen]) -> Request:
+def _request(space: SlotSpace, positions: dict[str, int], lookups: list[ExpectedLookup]) -> Request:
     nothing = torch.empty(0, dtype=torch.int64, device=space.device)
     ids = [ids for _, _, _, ids in lookups] or [nothing]
     return space.request([positions[name] for name, _, _, _ in lookups] or [0], ids)
@@ -324,35 +350,41 @@ class _Window:
 class _Marks:
     """Which of this owner's rows the running step may change."""
 
-    def __init__(self, space: SlotSpace) -> None:
-        """At first any row may change."""
+    def __init__(self, space: SlotSpace, changing: set[str]) -> None:
+        """At first any row may change; every row of the tables in `changing` does in every step."""
         self._space = space
+        self._changing = changing
         self._asked = torch.zeros(space.num_rows_here, dtype=torch.bool, device=space.device)
         """By index: workers have the row for the running step."""
         self._noted: list[Tensor] = []
         """What is to be unmarked."""
-        self._spoiled = set(space.names)
+        self._may_have_changed = set(space.names)
 
     @property
-    def spoiled_mask(self) -> Mask:
-        return np.array([name in self._spoiled for name in self._space.names], np.bool_)
+    def may_have_changed_mask(self) -> Mask:
+        return np.array([name in self._may_have_changed for name in self._space.names], np.bool_)
 
     def may_change(self, indices: Tensor, counts: Counts) -> Mask:
         """Say which rows may change; `counts` is by worker and table. On CPUs only."""
         asked: Mask = self._asked.numpy()[indices.numpy()]
-        if self._spoiled:
-            asked |= np.repeat(np.tile(self.spoiled_mask, len(counts)), counts.ravel())
+        if self._may_have_changed:
+            asked |= np.repeat(np.tile(self.may_have_changed_mask, len(counts)), counts.ravel())
         return asked
 
-    def note(self, asked: Tensor, names: set[str], unforeseen: set[str]) -> None:
-        self._spoiled = (self._spoiled - names) | (unforeseen & names)
+    def note(self, asked: Tensor, names: set[str], not_prefetched: set[str]) -> None:
+        kept = self._may_have_changed - names
+        self._may_have_changed = kept | (not_prefetched & names) | self._changing
         self._asked[asked] = True
         self._noted.append(asked)
         if len(self._noted) > _MAX_ASKED:  # Some optimizer never steps.
             self._noted = [torch.cat(self._noted).unique()]
 
-    def spoil(self, names: set[str]) -> None:
-        self._spoiled |= names & set(self._space.names)
+    def mark_changed(self, names: set[str]) -> None:
+        self._may_have_changed |= names & set(self._space.names)
+
+    def always_changes(self, names: set[str]) -> None:
+        self._changing = self._changing | names
+        self.mark_changed(names)
 
     def clear(self) -> None:
         for asked in self._noted:

@@ -11,15 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallax.comm.error_feedback import Residue
+from parallax.comm.compression import is_packed, packed, unpacked
+from parallax.comm.error_feedback import ErrorFeedback
 from parallax.comm.header import Verb
 from parallax.comm.peers import Peers
 from parallax.errors import ConfigError, ParallaxError
 from parallax.tables.gradient import RowGradient
 from parallax.tables.group import TableGroup
 from parallax.tables.rowmap import MAX_ROWS, RowMap
-from parallax.tables.table import empty_out, make_plain, make_table, set_data
-from parallax.wire import is_packed, packed, unpacked
+from parallax.tables.table import (
+    empty_out,
+    make_plain,
+    make_table,
+    set_data,
+    take_plain_grad,
+)
 
 
 class Home(enum.Enum):
@@ -38,6 +44,9 @@ class Steps(Protocol):
         self, table: SparseTable, ids: Tensor, padding: int | None, wraps: bool
     ) -> tuple[Tensor, Tensor, int | None]:
         """Return distinct rows, the place of each id among them, and the padding row's place."""
+
+    def embed(self, table: SparseTable, ids: Tensor, padding: int | None, wraps: bool) -> Tensor:
+        """Return the row of each id, as `F.embedding` does."""
 
     def deliver_dense(self, table: SparseTable, gradient: Tensor) -> None:
         """Take a gradient of all rows."""
@@ -75,12 +84,13 @@ class SparseTable:
         self.group: TableGroup | None = None
         self.number = -1
         """Of this table in its group."""
-        self.residue: Residue | None = None
-        """Error feedback of pushes in fewer bits."""
+        self.error_feedback: ErrorFeedback | None = None
+        """Of compressed pushes."""
         self.anchor = torch.zeros((), requires_grad=True, device=parameter.device)
         self._peers = peers
         self._engine = engine
-        self.num_updates = 0
+        self.is_gathered = True
+        """Its lookups want the rows of their ids, no more. See [Note: gather] in batch.py."""
         self.needs_gradient = parameter.requires_grad
         self._stand_in: RowGradient | None = None
         self._handle: Any = None
@@ -104,6 +114,9 @@ class SparseTable:
         self, ids: Tensor, padding: int | None, wraps: bool
     ) -> tuple[Tensor, Tensor, int | None]:
         return self._engine.step.lookup(self, ids, padding, wraps)
+
+    def embed(self, ids: Tensor, padding: int | None, wraps: bool) -> Tensor:
+        return self._engine.step.embed(self, ids, padding, wraps)
 
     def values(self, why: str) -> Tensor:
         """Return all rows in the order of ids. Collective if they lie in shards."""
@@ -153,7 +166,7 @@ class SparseTable:
         if values is not None:
             set_data(self.parameter, values)
             self.parameter.grad = gradient
-        self.group = self.residue = None
+        self.group = self.error_feedback = None
         self.home = Home.LEAVING
         self.release()
 
@@ -219,22 +232,26 @@ class SparseTable:
             self._stand_in = RowGradient.of(self, self.parameter)
         return self._stand_in
 
-    @gradient.setter
-    def gradient(self, value: Tensor | None) -> None:
+    def set_gradient(self, value: Tensor | None) -> None:
         if value is None:
-            self.zero()
-            return
-        if not (isinstance(value, RowGradient) and value.rows is self):
+            group = self.group
+            if self.name in self._engine.step.touched:
+                self._engine.step.drop_gradients(self)
+            if group is not None and self.number in group.graded:
+                group.drop(self.number)
+        elif not (isinstance(value, RowGradient) and value.rows is self):
             raise ParallaxError(
                 f"the gradient of table {self.name!r} can be set to None only: its rows lie with "
                 f"their owners. Keep it whole with Config(routes={{{self.name!r}: 'all-reduce'}})"
             )
 
     def zero(self) -> None:
+        """Make the gradient zero. The optimizer steps with it, as in torch."""
         step = self._engine.step
         if self.name in step.touched:
             step.drop_gradients(self)
-        if self.group is not None and self.number in self.group.graded:
+            step.touched.add(self.name)
+        if self.has_gradient and self.group is not None:
             self.group.zero(self.number)
 
     def norm(self, order: float) -> Tensor:
@@ -273,24 +290,24 @@ class SparseTable:
     @property
     def rounds(self) -> bool:
         """Whether its gradients travel in fewer bits."""
-        return self._peers.num_workers > 1 and is_packed(self.parameter, self._peers.wire)
+        return self._peers.num_workers > 1 and is_packed(self.parameter, self._peers.row_format)
 
     def rounded(self, slots: Tensor, values: Tensor) -> Tensor:
-        """Return gradients as they travel, with what rounding took from these rows before. See
-        [Note: wire]."""
-        wire = self._peers.wire
-        if self.residue is None:
-            self.residue = self.new_residue()
+        """Return gradients as they are sent, with the rounding errors of earlier pushes added. See
+        [Note: compression]."""
+        row_format = self._peers.row_format
+        if self.error_feedback is None:
+            self.error_feedback = self.new_error_feedback()
         ids = self.row_map.ids(slots)
-        values = values + self.residue.of(ids)
-        sent = packed(values, wire)
-        # What is not finite is told to the owner, not kept.
-        rest = (values - unpacked(sent, values, wire)).nan_to_num_(0.0, 0.0, 0.0)
-        self.residue.keep(ids, rest)
+        values = values + self.error_feedback.lookup(ids)
+        sent = packed(values, row_format)
+        # NaN and infinities go to the owner and are not stored.
+        errors = (values - unpacked(sent, values, row_format)).nan_to_num_(0.0, 0.0, 0.0)
+        self.error_feedback.store(ids, errors)
         return sent
 
-    def new_residue(self) -> Residue:
-        return Residue(self.parameter, self.row_map.largest)
+    def new_error_feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(self.parameter, self.row_map.largest)
 
     # Inside -------------------------------------------------------------------------------
 
@@ -315,9 +332,7 @@ class SparseTable:
         """A gradient of all rows has come: of an autograd function of the script's own, which takes
         parameters past `__torch_function__`, or of a forward from before this was a table.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
+        gradient = take_plain_grad(parameter)
         if self.group is not None:
             if not self._has_warned:
                 self._has_warned = True

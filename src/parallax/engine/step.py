@@ -3,11 +3,11 @@
 Its phases are methods, called in this order:
 
     prefetch   the loader hands a batch out; the rows of the next one are on their way
-    lookup     the model looks rows up (tables/table.py)
-    deliver    autograd brings the gradient of a lookup
-    reduce     the end of a backward: gradients of all workers come together
-    update     the optimizer steps on the rows that have a gradient
-    settle     the engine begins another step
+    lookup     the model looks rows up (also `embed`, which gathers them)
+    reduce     at the end of a backward the gradients of all workers come together; autograd has
+               brought those of lookups before (`deliver`)
+    update     the optimizer steps on the rows that have a gradient (`begin_update` before it)
+    settle     every optimizer has stepped: returns the next step
 """
 
 from __future__ import annotations
@@ -15,37 +15,39 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
 
-from parallax import cost
 from parallax.comm.cache import Cache
+from parallax.comm.compression import packed, row_bytes, unpacked
 from parallax.comm.header import NO_FAULT, Fault, Operation, Verb
-from parallax.comm.push import RowSums, Traffic
+from parallax.comm.pull import Asked
 from parallax.comm.request import Request
-from parallax.comm.rows import by_group
 from parallax.engine.backward import REDUCTION
 from parallax.engine.batch import Batch
+from parallax.engine.pending import PendingGradients
+from parallax.engine.push import Push
 from parallax.engine.sparse_table import Home, SparseTable
 from parallax.errors import ParallaxError
-from parallax.tables.host import Counts, to_device, to_host
-from parallax.tables.merge import any_in_row, merged
-from parallax.tables.space import Keys, SlotSpace, by_owner
-from parallax.wire import Wire, packed, row_bytes, unpacked
+from parallax.planning import cost
+from parallax.tables.host import Counts
+from parallax.tables.merge import any_in_row
+from parallax.tables.space import Keys
 
 if TYPE_CHECKING:
     from parallax.engine.engine import Engine
 
-_Gradient = tuple[Batch | None, Tensor | None, Tensor]
-"""The gradient of a lookup's rows: they are those of a prefetched batch, or in these slots."""
+EARLY_UPDATE = "an update before the batch's backward"
+"""What workers call it when they meet for it."""
 
 
 class Step:
     """What is true for one step only; it ends when every optimizer has stepped."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, pending: PendingGradients, unexpected: set[str]) -> None:
+        """`pending` and `unexpected` are what the step before has not reduced or told yet."""
         self._engine = engine
         self._peers = engine.peers
         self._tables = engine.tables
@@ -55,20 +57,21 @@ class Step:
         """The newest one; its rows are valid until they are updated."""
         self._caches: dict[str, Cache] = {}
         """By table: rows that were pulled since they last changed."""
-        self._gradients: dict[str, list[_Gradient]] = {}
-        """By table: what has come here and was not reduced yet."""
-        self.touched: set[str] = set()
-        """Tables that got a gradient since the last reduction, of whatever weight."""
-        self._surprised: set[str] = set()
-        """Tables of which something was not as foreseen, here."""
-        self._unforeseen: set[str] = set()
+        self._pending = pending
+        self.touched = pending.touched
+        """Tables that got a gradient since the last reduction, whatever its weight."""
+        self._unexpected = unexpected
+        """Tables with lookups or gradients that were not expected, on this worker."""
+        self._not_prefetched: set[str] = set()
         """Tables that were looked up without prefetch since their update, on all workers."""
 
     # 1. Prefetch --------------------------------------------------------------------------
 
     def prefetch(self, of: tuple[int, int], batch: Any, following: tuple[Any, ...]) -> None:
         """The script gets a batch; `following` is the one after it, if it has been read."""
-        found = self._engine.prefetcher.hand_out(of, batch, following, self._unforeseen)
+        found = self._engine.prefetcher.hand_out(
+            of, batch, following, self._not_prefetched, self._engine.num_partitions
+        )
         if found is None:
             return
         self._batch = self._last_batch = found
@@ -94,27 +97,68 @@ class Step:
 
     # 2. Lookup ----------------------------------------------------------------------------
 
+    def embed(self, table: SparseTable, ids: Tensor, padding: int | None, wraps: bool) -> Tensor:
+        """Return the row of each id, as `F.embedding` does."""
+        number = self._match(table, ids)
+        if number is not None:
+            batch = self._batch
+            assert batch is not None
+            if padding is None or batch.padding_place(table.name, padding) is None:
+                if number not in batch.gathered:
+                    self._gather(batch, table, number)
+                rows, shape = batch.gathered.pop(number), ids.shape
+                return rows if len(shape) == 1 else rows.view(*shape, *rows.shape[1:])
+            table.is_gathered = False  # From the next batch on.
+        rows, places, at = self._distinct(table, ids, padding, wraps, number)
+        if rows.dim() != 2:
+            return rows[places]
+        return torch.embedding(rows, places, -1 if at is None else at, False, False)
+
     def lookup(
         self, table: SparseTable, ids: Tensor, padding: int | None, wraps: bool
     ) -> tuple[Tensor, Tensor, int | None]:
         """Return distinct rows, the place of each id among them, and the padding row's place."""
+        number = self._match(table, ids)
+        if number is not None:
+            table.is_gathered = False  # From the next batch on.
+        return self._distinct(table, ids, padding, wraps, number)
+
+    def _match(self, table: SparseTable, ids: Tensor) -> int | None:
+        """Return the number of a prefetched lookup, if this is one."""
+        if self._batch is None or not (torch.is_grad_enabled() and table.needs_gradient):
+            return None
+        return self._batch.match(table.name, ids)
+
+    def _gather(self, batch: Batch, table: SparseTable, number: int) -> None:
+        """Gather the rows of a lookup, and of all others that have not been looked up yet. See
+        [Note: gather] in batch.py."""
+        by_name, group_of = self._tables.by_name, batch.space.group_of
+        positions = batch.space.positions
+        numbers: list[list[int]] = [[] for _ in range(batch.space.num_groups)]
+        if batch.is_gathered:
+            numbers[group_of[positions[table.name]]].append(number)
+        else:
+            batch.is_gathered = table.is_gathered = True
+            for other, (name, *_) in enumerate(batch.lookups):
+                if by_name[name].is_gathered:
+                    numbers[group_of[positions[name]]].append(other)
+        rows = _Gather.apply(table.anchor, self._engine, batch, numbers)  # type: ignore[no-untyped-call]
+        chosen = [each for group in numbers for each in group]
+        batch.gathered.update(zip(chosen, rows, strict=True))
+
+    def _distinct(
+        self, table: SparseTable, ids: Tensor, padding: int | None, wraps: bool, number: int | None
+    ) -> tuple[Tensor, Tensor, int | None]:
+        if number is not None:
+            batch = self._batch
+            assert batch is not None
+            places = batch.places_of(number).view(ids.shape)
+            at = None if padding is None else batch.padding_place(table.name, padding)
+            rows = _Delivery.apply(  # type: ignore[no-untyped-call]
+                table.anchor, batch.rows_of(table.name)[1], self._engine, table, batch, None, at
+            )
+            return rows, places, at
         trains = torch.is_grad_enabled() and table.needs_gradient
-        batch = self._batch
-        if trains and batch is not None:
-            found = batch.match(table.name, ids)
-            if found is not None:
-                position, places = found
-                at = None if padding is None else batch.padding_place(table.name, padding)
-                if at is None:
-                    if batch.outputs is None:
-                        batch.outputs = _Rows.apply(  # type: ignore[no-untyped-call]
-                            table.anchor, self._engine, batch, self._tables.sharded
-                        )
-                    return batch.outputs[position], places, None
-                rows = _Delivery.apply(  # type: ignore[no-untyped-call]
-                    table.anchor, batch.rows[position], self._engine, table, batch, None, at
-                )
-                return rows, places, at
         request = self._engine.requests.of(
             ids, table.row_map, wraps=wraps, device=table.parameter.device
         )
@@ -130,19 +174,19 @@ class Step:
         """Return the rows of a lookup that trains."""
         name = table.name
         if self._batch is not None and name in self._batch.open:
-            return self._foreseen_rows(table, request)
+            return self._prefetched_rows(table, request)
         self._engine.prefetcher.looked_up(name, ids)
         operation = self._peers.operation(Verb.LOOKUP, name)
         if table.group is None:
             return self._own_rows(table, operation, request)
-        self.surprise(name)
+        self.note_unexpected(name)
         cache = self._cache_of(name)
         missing = cache.missing(request.slots)
         rows = self._pulled(table, operation, request, missing)
         return cache.completed(request.slots, missing, rows, limit=table.row_map.largest)
 
-    def _foreseen_rows(self, table: SparseTable, request: Request) -> Tensor:
-        """Nobody else takes part: the others have their rows. See [Note: detour]."""
+    def _prefetched_rows(self, table: SparseTable, request: Request) -> Tensor:
+        """Nobody else takes part: the others have their rows. See [Note: out-of-band pull]."""
         assert self._batch is not None
         name, peers = table.name, self._peers
         self._batch.used.add(name)
@@ -153,10 +197,10 @@ class Step:
         assert table.group is not None
         rows = table.group.rows[:0]
         if len(missing):
-            self._surprised.add(name)
-            operation = peers.operation(Verb.DETOUR, name)
+            self._unexpected.add(name)
+            operation = peers.operation(Verb.OUT_OF_BAND, name)
             places = table.row_map.places(missing)
-            rows = peers.detour(operation, table.row_map.counts(missing), places)
+            rows = peers.pull_out_of_band(operation, table.row_map.counts(missing), places)
         # Without a limit: a later lookup of the batch has to find its rows as well.
         return cache.completed(request.slots, missing, rows, limit=table.row_map.num_rows)
 
@@ -190,9 +234,13 @@ class Step:
         if peers.num_workers > 1 and told.largest:  # Else nobody needs a row that it has not yet.
             asked = told.counts[:, 0]
             with peers.ledger.timed(table.name), peers.waiting(operation):
-                came = peers.exchange(packed(rows, peers.wire), asked.tolist(), counts[0].tolist())
-            rows = unpacked(came, shard, peers.wire)
-            _book_pull(self._engine, table.name, row_bytes(shard, peers.wire), counts[0], asked)
+                came = peers.exchange(
+                    packed(rows, peers.row_format), asked.tolist(), counts[0].tolist()
+                )
+            rows = unpacked(came, shard, peers.row_format)
+            _book_pull(
+                self._engine, table.name, row_bytes(shard, peers.row_format), counts[0], asked
+            )
         if union.is_merged:
             with peers.waiting(operation):
                 (rows,) = union.deliver([rows])
@@ -218,15 +266,15 @@ class Step:
         slots: Tensor | None,
         values: Tensor,
         padding_place: int | None,
-        num_updates: int,
+        step_number: int,
     ) -> None:
         """Keep the gradient of a lookup's rows until the reduction. Called by autograd.
 
-        The lookup was made after so many updates; if there were more since, its rows are not among
-        those that the next update was expected to change.
+        `step_number` is that of the step in which the lookup was made. If it is over, nobody
+        expects that the next update changes these rows.
         """
-        if num_updates != table.num_updates:
-            self._surprised.add(table.name)
+        if step_number != self._engine.num_steps:
+            self._unexpected.add(table.name)
         if table.home is Home.DENSE:
             raise ParallaxError(
                 f"backward through a lookup of {table.name!r} from before it was used whole in an "
@@ -242,30 +290,40 @@ class Step:
                 slots, batch = batch.slots_of(table.name), None
             slots, values = _without(slots, padding_place), _without(values, padding_place)
         values = values if scale == 1 else values * scale
-        self._gradients.setdefault(table.name, []).append((batch, slots, values))
+        self._pending.add(table.name, values, batch, slots)
 
-    def deliver_batch(
+    def deliver_gathered(
         self,
         batch: Batch,
-        tables: list[SparseTable],
-        num_updates: list[int],
+        numbers: list[list[int]],
+        step_number: int,
         gradients: tuple[Tensor | None, ...],
     ) -> None:
-        """Keep the gradients of all rows of a batch: as `deliver`, by position of the table."""
+        """Keep the gradients of all gathered lookups of a batch. Called by autograd."""
         scale = self._engine.backward.begin()
-        for table, number, values in zip(tables, num_updates, gradients, strict=True):
-            if values is None:
-                continue
-            if number != table.num_updates or table.home is Home.DENSE:
-                self.deliver(table, batch, None, values, None, number)
-                continue
-            self.touched.add(table.name)
-            if scale == 0:
-                continue
-            if scale != 1:
-                values = values * scale
-            pieces = self._gradients.setdefault(table.name, [])
-            pieces.append((batch, None, values))
+        chosen = [number for group in numbers for number in group]
+        found = {n: g for n, g in zip(chosen, gradients, strict=True) if g is not None}
+        self.touched.update([batch.lookups[number][0] for number in found])
+        is_stale = step_number != self._engine.num_steps
+        if is_stale or batch is not self._last_batch or batch.space is not self._tables.space:
+            for number, values in found.items():
+                self._deliver_lookup(batch, number, step_number, values)
+            return
+        if (
+            scale != 0
+        ):  # Else a worker without samples: its loss may be NaN, and counts for nothing.
+            self._pending.add_gathered(batch, numbers, found, scale)
+
+    def _deliver_lookup(
+        self, batch: Batch, number: int, step_number: int, gradient: Tensor
+    ) -> None:
+        """Keep the gradient of one gathered lookup by itself."""
+        name = batch.lookups[number][0]
+        table, slots = self._tables.by_name[name], batch.slots_of(name)
+        row_shape = table.parameter.shape[1:]
+        values = gradient.new_zeros((len(slots), *row_shape))
+        values.index_add_(0, batch.places_of(number), gradient.reshape(-1, *row_shape))
+        self.deliver(table, None, slots, values, None, step_number)
 
     def begin_backward(self) -> float:
         """A gradient has come; return the scale of this backward."""
@@ -276,22 +334,21 @@ class Step:
         gradient = gradient.to_dense()
         ids = any_in_row(gradient != 0).nonzero().squeeze(1)
         slots, order = torch.sort(table.row_map.slots(ids))
-        self._surprised.add(table.name)  # Nobody has noted that these rows may change.
-        self.deliver(table, None, slots, gradient[ids[order]], None, table.num_updates)
+        self._unexpected.add(table.name)  # Nobody has noted that these rows may change.
+        self.deliver(table, None, slots, gradient[ids[order]], None, self._engine.num_steps)
 
     def drop_gradients(self, table: SparseTable) -> None:
-        self._gradients.pop(table.name, None)
-        self.touched.discard(table.name)
+        self._pending.drop(table.name)
 
     def rows_changed(self, table: SparseTable) -> None:
         """All rows have new values, on all workers."""
         self._forget_rows({table.name})
-        self._engine.prefetcher.spoil({table.name})
+        self._engine.prefetcher.mark_changed({table.name})
 
-    def surprise(self, name: str) -> None:
-        """A lookup was not foreseen, on all workers: nobody has noted which rows may change."""
-        self._unforeseen.add(name)
-        self._engine.prefetcher.spoil({name})
+    def note_unexpected(self, name: str) -> None:
+        """Lookups were not prefetched, on all workers: owners do not know which rows may change."""
+        self._not_prefetched.add(name)
+        self._engine.prefetcher.mark_changed({name})
 
     def densify(self, table: SparseTable, why: str, *, is_planned: bool) -> None:
         self._engine.densify(table, why, is_planned=is_planned)
@@ -316,43 +373,50 @@ class Step:
             for name in names
         ]
         whole = [name in engine.densified for name in names]
-        blind = engine.prefetcher.blind(self._take_surprises())
+        cannot_prefetch = engine.prefetcher.cannot_prefetch(self._take_unexpected())
         engine.dense.complete()
         operation = peers.operation(Verb.REDUCTION, REDUCTION)
-        push = _Push(self, operation)
+        push = Push(engine, operation, self._pending.collect(self._last_batch), self._asked)
         flags = push.announce(
-            [*had, *whole, *blind, engine.buffers.are_touched(), engine.save_points.wants_save()]
+            [
+                *had,
+                *whole,
+                *cannot_prefetch,
+                engine.buffers.are_touched(),
+                engine.save_points.wants_save(),
+            ]
         )
         used = {name for name, flag in zip(names, flags, strict=False) if flag}
         wholes = {name for name, flag in zip(names, flags[len(names) :], strict=False) if flag}
         new = engine.place_observed(used, wholes)
         self._close_window()
         for name in engine.prefetcher.settle(flags[2 * len(names) : -2]):
-            self.surprise(name)
+            self.note_unexpected(name)
         push.complete(used)
         if new:
             self._push_new(new)
         engine.dense.wait()
         engine.dense.forget([n for n, h in zip(names, had, strict=True) if not h | (n in used)])
         engine.dense.reduce_strays(used, self._rows_of_dense(used))
-        self._gradients.clear()
-        self.touched.clear()
+        self._pending.clear()
         engine.end_reduction(flags[-2], flags[-1])
         peers.ledger.add_reduction(backward_seconds)
 
-    def _take_surprises(self) -> set[str]:
-        """Return the tables of which something was not as foreseen here, and forget it."""
-        surprised, self._surprised = self._surprised, set()
+    def _take_unexpected(self) -> set[str]:
+        """Return the tables with unexpected lookups or gradients here, and forget them."""
+        unexpected, self._unexpected = self._unexpected, set()
         if self._batch is not None:
-            surprised |= self._batch.open - self._batch.used
-        return surprised
+            unexpected |= self._batch.open - self._batch.used
+        return unexpected
 
     def _push_new(self, tables: list[SparseTable]) -> None:
         """Push gradients of tables that have become sharded in this reduction."""
         operation = self._peers.operation(Verb.REDUCTION, REDUCTION)
-        push = _Push(self, operation, {table.name for table in tables})
+        names = {table.name for table in tables}
+        gradients = self._pending.collect(None, names)
+        push = Push(self._engine, operation, gradients, self._asked)
         push.announce(())
-        push.complete({table.name for table in tables})
+        push.complete(names)
 
     def _rows_of_dense(self, used: set[str]) -> dict[str, Tensor | None]:
         """Row gradients of tables that have become dense join their dense gradient."""
@@ -360,259 +424,47 @@ class Step:
         for name in self._engine.densified & used:
             table = self._tables.by_name[name]
             if table.home is Home.LEAVING:
-                rows = self.gradient_of(name)
+                rows = self._pending.of_table(name)
                 found[name] = None if rows is None else table.dense_gradient(*rows)
         return found
 
-    def gradient_of(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return the gradients that have come here, summed by slot."""
-        pieces = [
-            (batch.slots_of(name) if slots is None and batch is not None else slots, values)
-            for batch, slots, values in self._gradients.get(name, ())
-        ]
-        if not pieces:
-            return None
-        slots = [slots for slots, _ in pieces if slots is not None]
-        values = [values for _, values in pieces]
-        return merged(slots, values) if len(pieces) > 1 else (slots[0], values[0])
-
-    def collect(self, space: SlotSpace, only: set[str] | None) -> tuple[Keys, list[Tensor]]:
-        """Return what goes to the owners: keys, and gradients by group in their order."""
-        batch = self._only_batch(space) if only is None else None
-        values: list[list[Tensor]] = [[] for _ in self._tables.groups]
-        group_of = np.repeat(
-            np.arange(space.num_groups), np.diff(space.group_ends, prepend=0)
-        ).tolist()
-        keys: list[Tensor] = []
-        for position, table in enumerate(self._tables.sharded):
-            pieces = self._gradients.get(table.name)
-            if not pieces or (only is not None and table.name not in only):
-                continue
-            if batch is not None:
-                gradient = pieces[0][2]
-                for _, _, more in pieces[1:]:
-                    gradient = gradient + more
-            else:
-                found = self.gradient_of(table.name)
-                assert found is not None
-                slots, gradient = found
-                keys.append(slots + int(space.first_keys[position]))
-            values[group_of[position]].append(gradient)
-        joined = [
-            each[0] if len(each) == 1 else torch.cat([group.rows[:0], *each])
-            for each, group in zip(values, self._tables.groups, strict=True)
-        ]
-        if batch is not None:
-            return batch.request, joined
-        nothing = torch.empty(0, dtype=torch.int64, device=space.device)
-        found_keys = keys[0] if len(keys) == 1 else torch.cat([nothing, *keys])
-        return Keys(found_keys, space.count(found_keys)), joined
-
-    def _only_batch(self, space: SlotSpace) -> Batch | None:
-        """Return the prefetched batch whose rows are exactly those that have a gradient now."""
-        batch = self._batch
-        if batch is None or batch.space is not space:
-            return None
-        sizes = batch.request.counts.sum(1).tolist()
-        for name, size in zip(space.names, sizes, strict=True):
-            pieces = self._gradients.get(name, ())
-            if size and not pieces:
-                return None
-            for piece in pieces:
-                if piece[0] is not batch:
-                    return None
-        return batch
-
-    def known_indices(self, found: Keys) -> Tensor | None:
-        """Return the indices of these keys by owner, if they are those of the prefetched batch."""
-        batch = self._batch
-        return batch.indices if batch is not None and batch.request is found else None
+    @property
+    def _asked(self) -> Asked | None:
+        return None if self._last_batch is None else self._last_batch.asked
 
     # 5. Update ----------------------------------------------------------------------------
 
-    def updated(self, names: set[str], reapplied: set[str]) -> None:
-        """An optimizer has updated the rows of some tables. Of those that are `reapplied`, the
-        gradient of an earlier step was used again, which changes rows that nobody has asked for."""
-        for name in names:
-            self._tables.by_name[name].num_updates += 1
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Put stand-ins in the place of the tables that have a gradient.
+
+        If the batch's backward is still to come, workers meet first: one of them may be pulling
+        rows out of band for its lookups. See [Note: window] in prefetcher.py.
+        """
+        groups = self._tables.groups_of(optimizer)
+        if self._batch is not None and any(group.graded for group in groups):
+            self._peers.announce(self._peers.operation(Verb.MEETING, EARLY_UPDATE))
+        self._engine.row_optimizers[id(optimizer)].swap_in(groups)
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Take the rows over that an optimizer has stepped."""
+        groups = self._tables.groups_of(optimizer)
+        carried = {group.names[table] for group in groups for table in group.carried}
+        names = self._engine.row_optimizers[id(optimizer)].swap_out()
         self._forget_rows(names)
-        self._unforeseen -= names
-        if reapplied:
-            self._engine.prefetcher.spoil(reapplied)
+        self._not_prefetched -= names
+        if not carried.isdisjoint(names):
+            # The gradient of an earlier step was used: it changes rows that nobody asked for.
+            self._engine.prefetcher.mark_changed(carried & names)
 
     # 6. Settle ----------------------------------------------------------------------------
 
-    def following(self) -> Step:
+    def settle(self) -> Step:
         """Return the next step. Of this one, only what was not reduced goes on."""
-        step = Step(self._engine)
-        step._gradients, step.touched = self._gradients, self.touched
-        step._surprised = self._surprised
-        return step
+        return Step(self._engine, self._pending, self._unexpected)
 
     def tables_changed(self) -> None:
         """Tables have become sharded or dense: lookups of this batch go on one by one."""
         self._batch = None
-
-
-class _Push:
-    """Row gradients of all tables on their way to the owners."""
-
-    def __init__(self, step: Step, operation: Operation, only: set[str] | None = None) -> None:
-        self._engine, self._operation = step._engine, operation
-        self._space = step._tables.space
-        self._groups = list(step._tables.groups)
-        self._tables = list(step._tables.sharded)
-        self._peers = step._peers
-        found = Keys(torch.empty(0, dtype=torch.int64), np.zeros((0, 1), np.int64))
-        values: list[Tensor] = []
-        if self._space.num_tables:
-            found, values = step.collect(self._space, only)
-        self._found, self._values = self._engine.host_merge.merge(
-            operation, self._space, found, values
-        )
-        self._indices = step.known_indices(self._found)
-
-    def announce(self, flags: Any) -> list[bool]:
-        """Tell the owners which rows have gradients; raise flags, and return those of all."""
-        space, found = self._space, self._found
-        counts, wire = None, None
-        if space.num_tables:
-            counts, wire = found.counts.T, self._indices
-            if wire is None:
-                wire = space.indices(found)
-                order = by_owner(found.counts, space.device)
-                if order is not None:
-                    wire = torch.empty_like(wire).scatter_(0, order, wire)
-        self._told = self._peers.announce(
-            self._operation, counts, ids=wire, flags=flags, is_met=True
-        )
-        self._going = wire
-        return self._told.flags
-
-    def complete(self, used: set[str]) -> None:
-        """Bring the gradients of the tables that are used to their rows' owners."""
-        peers, space = self._peers, self._space
-        if not space.num_tables or not used & set(space.names):
-            return
-        assert self._going is not None
-        if peers.num_workers == 1:
-            found = self._alone()
-            waited = 0.0
-        else:
-            sent = space.group_sums(self._found.counts)
-            received = space.group_sums(self._told.counts.T)
-            traffic = [
-                Traffic(*each)
-                for each in zip(
-                    self._in_wire_order(),
-                    sent,
-                    by_group(self._going, sent.T),
-                    received,
-                    by_group(self._told.ids.long(), received.T),
-                    strict=True,
-                )
-            ]
-            with peers.waiting(self._operation):
-                sums = RowSums(
-                    peers, traffic, self._values, peers.wire, self._engine.num_partitions
-                )
-            found = sums.wait(1 / peers.num_workers, lambda: peers.waiting(self._operation))
-            waited = sums.waited_seconds
-        self._receive(found, used, waited)
-
-    def _alone(self) -> list[tuple[Tensor, Tensor]]:
-        sent = self._space.group_sums(self._found.counts)
-        assert self._going is not None
-        return list(zip(by_group(self._going, sent.T), self._values, strict=True))
-
-    def _in_wire_order(self) -> list[Tensor]:
-        """Return the gradients by group, ordered by owner, as they travel."""
-        found, first = [], 0
-        for values, end in zip(self._rounded(), self._space.group_ends.tolist(), strict=True):
-            order = by_owner(self._found.counts[first:end], self._space.device)
-            if order is not None:
-                source = torch.empty_like(order).scatter_(
-                    0, order, torch.arange(len(order), device=order.device)
-                )
-                values = values.index_select(0, source)
-            found.append(values)
-            first = end
-        return found
-
-    def _rounded(self) -> list[Tensor]:
-        """Return the gradients by group, in fewer bits if the session wants it."""
-        if self._peers.wire is Wire.FLOAT32:
-            return self._values
-        starts, found, first = self._found.starts.tolist(), [], 0
-        for values, end in zip(self._values, self._space.group_ends.tolist(), strict=True):
-            pieces = []
-            for position in range(first, end):
-                table = self._tables[position]
-                low, high = starts[position : position + 2]
-                piece = values[low - starts[first] : high - starts[first]]
-                if table.rounds:
-                    key = self._found.keys[low:high] - int(self._space.first_keys[position])
-                    piece = table.rounded(key, piece)
-                pieces.append(piece)
-            found.append(torch.cat(pieces))
-            first = end
-        return found
-
-    def _receive(
-        self, found: list[tuple[Tensor, Tensor]], used: set[str], waited_seconds: float
-    ) -> None:
-        """Give the sums to the groups, and note what was moved."""
-        space, first_row, first = self._space, 0, 0
-        for (indices, values), group, end in zip(
-            found, self._groups, space.group_ends.tolist(), strict=True
-        ):
-            numbers = [i - first for i in range(first, end) if space.names[i] in used]
-            if numbers:
-                group.receive(numbers, indices - first_row if first_row else indices, values)
-            first_row += len(group.rows)
-            first = end
-        if self._peers.num_workers > 1:
-            self._book([indices for indices, _ in found], waited_seconds)
-        self._count_nonfinite([values for _, values in found])
-
-    def _book(self, indices: list[Tensor], seconds: float) -> None:
-        peers, space = self._peers, self._space
-        sent, received = self._found.counts, self._told.counts.T
-        away, here = sent.sum(1) - sent[:, peers.rank], received.sum(1) - received[:, peers.rank]
-        sizes = np.repeat(
-            [row_bytes(values, peers.wire) for values in self._values],
-            np.diff(space.group_ends, prepend=0),
-        )
-        moved = (away + here) * sizes
-        edges = to_device(space.offsets[:, peers.rank].copy(), space.device)
-        joined = indices[0] if len(indices) == 1 else torch.cat(indices)
-        starts = to_host(torch.searchsorted(joined, edges))
-        peers.ledger.add_rows(
-            space.names,
-            sent_bytes=cost.push_bytes(away, sizes),
-            received_bytes=cost.push_bytes(here, sizes),
-            seconds=seconds * moved / max(int(moved.sum()), 1),
-            pushed_rows=sent.sum(1),
-            updated_rows=np.diff(starts, append=len(joined)),
-        )
-
-    def _count_nonfinite(self, by_group: list[Tensor]) -> None:
-        """Sums tell in the usual case that there is nothing to count; one may also overflow."""
-        suspect = [
-            values
-            for values in by_group
-            if not np.isfinite(
-                to_host(values.sum(dtype=torch.promote_types(values.dtype, torch.float32)))
-            )
-        ]
-        if not suspect:
-            return
-        for position, table in enumerate(self._tables):
-            received = table.received
-            if received is not None and position < self._space.num_tables:
-                values = received[1]
-                bad = any_in_row(~values.isfinite())
-                self._peers.ledger.add(table.name, nonfinite_rows=int(bad.sum()))
 
 
 def _book_pull(engine: Engine, name: str, size_bytes: int, counts: Counts, asked: Counts) -> None:
@@ -666,33 +518,32 @@ class _Delivery(torch.autograd.Function):
         padding_place: int | None,
     ) -> Tensor:
         ctx.engine, ctx.table, ctx.batch, ctx.slots = engine, table, batch, slots
-        ctx.padding_place, ctx.num_updates = padding_place, table.num_updates
+        ctx.padding_place, ctx.step_number = padding_place, engine.num_steps
         return rows.view_as(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         ctx.engine.step.deliver(
-            ctx.table, ctx.batch, ctx.slots, gradient, ctx.padding_place, ctx.num_updates
+            ctx.table, ctx.batch, ctx.slots, gradient, ctx.padding_place, ctx.step_number
         )
         return None, None, None, None, None, None, None
 
 
-class _Rows(torch.autograd.Function):
-    """The rows of all tables of a prefetched batch, as parts of one recorded graph: a single call
-    brings the gradients of all of them."""
+class _Gather(torch.autograd.Function):
+    """The rows of all lookups of a batch; one call brings all their gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, engine: Engine, batch: Batch, tables: list[SparseTable]
+        ctx: Any, anchor: Tensor, engine: Engine, batch: Batch, numbers: list[list[int]]
     ) -> tuple[Tensor, ...]:
-        ctx.engine, ctx.batch, ctx.tables = engine, batch, tables
-        ctx.num_updates = [table.num_updates for table in tables]
+        ctx.engine, ctx.batch, ctx.numbers = engine, batch, numbers
+        ctx.step_number = engine.num_steps
         ctx.set_materialize_grads(False)
-        return tuple(batch.rows)
+        return tuple(batch.gather(numbers))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.engine.step.deliver_batch(ctx.batch, ctx.tables, ctx.num_updates, gradients)
+        ctx.engine.step.deliver_gathered(ctx.batch, ctx.numbers, ctx.step_number, gradients)
         return None, None, None, None

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from parallax.comm.compression import rounded
 from parallax.comm.peers import Peers
 from parallax.engine.sparse_table import Home, SparseTable
+from parallax.planning.plan import RowRule
 from parallax.tables.group import TableGroup
 from parallax.tables.space import SlotSpace
 
@@ -27,10 +29,12 @@ class TableSet:
         owners: Owners,
         device: torch.device,
         paddings: Mapping[str, Sequence[int]],
+        rules: Mapping[str, RowRule | None],
     ) -> None:
         self.by_name: dict[str, SparseTable] = {}
         self.by_id: dict[int, SparseTable] = {}
         self.groups: list[TableGroup] = []
+        """A change makes another list, because a push may still use this one."""
         self.sharded: list[SparseTable] = []
         """In the order of the space."""
         self.positions: dict[str, int] = {}
@@ -39,6 +43,7 @@ class TableSet:
         self._owners = owners
         self._device = device
         self._paddings = paddings
+        self._rules = rules
         self._spaces: dict[str, SlotSpace] = {}
         self._rebuild()
 
@@ -65,6 +70,7 @@ class TableSet:
                     self._peers.rank,
                     self._device,
                     None if owner is None else owner[0],
+                    self._rules[members[0].name] or RowRule.TOUCHED_ROWS,
                 )
             )
         return found
@@ -76,7 +82,7 @@ class TableSet:
                 table = self.by_id[id(parameter)]
                 self._shard_state(table, group, number)
                 table.enter(group, number)
-        self.groups += groups
+        self.groups = [*self.groups, *groups]
         self._rebuild()
 
     def leave(self, table: SparseTable, why: str) -> None:
@@ -96,7 +102,8 @@ class TableSet:
         smaller = group.without(table.number)
         table.leave(values, gradient)
         at = self.groups.index(group)
-        self.groups[at : at + 1] = [] if smaller is None else [smaller]
+        kept = [] if smaller is None else [smaller]
+        self.groups = [*self.groups[:at], *kept, *self.groups[at + 1 :]]
         if smaller is not None:
             for number, parameter in enumerate(smaller.parameters):
                 self.by_id[id(parameter)].regroup(smaller, number)
@@ -105,6 +112,12 @@ class TableSet:
     def groups_of(self, optimizer: Optimizer) -> list[TableGroup]:
         return [group for group in self.groups if group.optimizer is optimizer]
 
+    @property
+    def changing(self) -> set[str]:
+        """Names of sharded tables of which a step changes every row."""
+        groups = (group for group in self.groups if group.rule is RowRule.EVERY_ROW)
+        return {name for group in groups for name in group.names}
+
     def space_of(self, table: SparseTable) -> SlotSpace:
         """Return a space that has one table only, for a lookup that was not prefetched."""
         found = self._spaces.get(table.name)
@@ -112,6 +125,12 @@ class TableSet:
             found = SlotSpace([table.name], [table.row_map], [1], self._peers.rank, self._device)
             self._spaces[table.name] = found
         return found
+
+    def owned_rows(self, table: str, places: Tensor) -> Tensor:
+        """Return the rows at some places of this worker's shard, as they are sent."""
+        shard = self.by_name[table].shard
+        assert shard is not None
+        return rounded(shard.index_select(0, places.to(shard.device)), self._peers.row_format)
 
     @property
     def storages(self) -> list[Tensor]:
@@ -139,7 +158,8 @@ class TableSet:
         """Tables of one kind share a group. See [Note: group]."""
         parameter, owner = table.parameter, self._owners.get(id(table.parameter))
         kind = (parameter.dtype, parameter.shape[1:])
-        return kind if owner is None else (*kind, id(owner[0]), id(owner[1]))
+        rule = self._rules[table.name]
+        return kind if owner is None else (*kind, id(owner[0]), id(owner[1]), rule)
 
     def _shard_state(self, table: SparseTable, group: TableGroup, number: int) -> None:
         """Keep only this owner's rows of a parameter's state."""

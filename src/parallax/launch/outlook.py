@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallax.cost import Cluster, Link
 from parallax.errors import ConfigError
-from parallax.forecast import Architecture, Forecast, Work, scaling, work_of
-from parallax.journal import last_run, read
-from parallax.ledger import AMOUNTS, Entry, Record
-from parallax.plan import Plan
+from parallax.observability.journal import last_run, read
+from parallax.observability.ledger import AMOUNTS, Entry, Record
+from parallax.planning.cost import Cluster, Link
+from parallax.planning.forecast import Architecture, Forecast, Work, scaling, work_of
+from parallax.planning.plan import Plan
 from parallax.text import in_columns, rate, size
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}

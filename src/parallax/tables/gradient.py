@@ -29,7 +29,7 @@ class Gradients(Protocol):
         """Change the gradients of this owner's rows, in place and element by element."""
 
     def zero(self) -> None:
-        """Forget them."""
+        """Make them zero, which is not the same as having none."""
 
     def found_nonfinite(self) -> bool:
         """Whether any owner's gradients have a NaN or an infinity."""

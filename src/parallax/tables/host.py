@@ -32,3 +32,8 @@ def starts_of(counts: Counts) -> Counts:
     """Return where each of several consecutive parts begins."""
     found: Counts = counts.cumsum() - counts
     return found
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallax.tables.host import to_host
-from parallax.tables.space import num_distinct
+from parallax.tables.space import first_of_each, num_distinct
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class Merge:
         sizes = to_host(torch.cat([each[-1:] for each in seen])).tolist() if seen else []
         found = []
         for (rows, order), counts, size in zip(ordered, seen, sizes, strict=True):
-            distinct = rows.new_empty(size).scatter_(0, counts[1:] - 1, rows)
-            wanted = torch.arange(1, size + 1, device=rows.device)
-            found.append(Merge(distinct, order, torch.searchsorted(counts[1:], wanted)))
+            starts = first_of_each(counts, size)
+            found.append(Merge(rows[starts], order, starts))
         return found
 
     def sum(self, values: Tensor, scale: float = 1.0) -> Tensor:
@@ -42,11 +41,18 @@ class Merge:
         total = values.new_empty((len(self.rows), *values.shape[1:]))
         if not total.numel():
             return total
-        # It reads every row once and writes every sum once; `index_add_` takes three times as long.
-        weights = values.new_full((len(self.order),), scale)
         flat = values.reshape(len(values), -1)
-        summed, *_ = torch.embedding_bag(flat, self.order, self.starts, False, 0, False, weights)
-        return summed.reshape(total.shape)
+        return sum_rows(flat, self.order, self.starts, scale).view(total.shape)
+
+
+def sum_rows(values: Tensor, order: Tensor, starts: Tensor, scale: float = 1.0) -> Tensor:
+    """Sum rows of a matrix: `order` lists those of each sum side by side, from `starts` on.
+
+    It reads every row once and writes every sum once; `index_add_` takes three times as long.
+    """
+    weights = None if scale == 1 else values.new_full((len(order),), scale)
+    summed, *_ = torch.embedding_bag(values, order, starts, False, 0, False, weights)
+    return summed
 
 
 def merged(rows: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -44,10 +44,28 @@ class Request(Keys):
 
     places: Tensor
     """For each id, in the order of the lookups: where its key is among `keys`."""
+    order: Tensor
+    """The ids in the order of keys; those of a key side by side and otherwise as they were."""
+    firsts: Tensor
+    """By key: where its ids begin in `order`."""
     is_faulty: bool
     """Some id is out of range."""
     paddings: Counts
     """By padding row of the space: where it is among `keys`, or -1."""
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What requests need of a space, on its device."""
+
+    edges: Tensor
+    """The first key of each table and owner, and the end."""
+    shifts: Tensor
+    """By table and owner: index less key."""
+    num_rows: Tensor
+    multipliers: Tensor
+    first_keys: Tensor
+    padding_keys: Tensor
 
 
 class SlotSpace:
@@ -68,12 +86,15 @@ class SlotSpace:
         """`groups[i]` is the number of tables in group i. `paddings` are rows by table."""
         self.names = tuple(names)
         self.maps = list(maps)
+        self.positions = {name: position for position, name in enumerate(self.names)}
         self.num_tables = len(self.maps)
         self.num_workers = self.maps[0].num_workers if self.maps else rank + 1
         self.device = device
         self.group_ends: Counts = np.array(groups, np.int64).cumsum()
         """By group: the number of the first table behind it."""
         self._group_starts: Counts = self.group_ends - np.array(groups, np.int64)
+        self.group_of: list[int] = np.repeat(np.arange(len(groups)), groups).tolist()
+        """By table."""
         bounds = np.array([m.boundaries for m in self.maps], np.int64)
         bounds = bounds.reshape(self.num_tables, self.num_workers + 1)
         sizes = np.diff(bounds)
@@ -87,19 +108,20 @@ class SlotSpace:
         self.first_indices: list[int] = starts[self._group_starts].tolist()
         """By group: the index of its first row here."""
         first_keys = self.first_keys[:, None] + bounds[:, :-1]
-        self._edges = to_device(np.append(first_keys.ravel(), self.num_keys), device)
-        """The first key of each table and owner, and the end."""
-        self._shifts = to_device((self.offsets - first_keys).ravel(), device)
-        self._rows = to_device(rows, device)
-        self._multipliers = to_device(np.array([m.multiplier for m in self.maps], np.int64), device)
-        self._first_keys = to_device(self.first_keys, device)
         self.padding_of: dict[tuple[int, int], int] = {}
         """(table, row) → number of a padding row."""
         for table, padding_rows in enumerate(paddings):
             for row in padding_rows:
                 self.padding_of[table, row] = len(self.padding_of)
-        keys = [self.first_keys[t] + self.maps[t].slot(row) for t, row in self.padding_of]
-        self._padding_keys = to_device(np.array(keys, np.int64), device)
+        paddings_at = [self.first_keys[t] + self.maps[t].slot(row) for t, row in self.padding_of]
+        self._constants = _Constants(
+            to_device(np.append(first_keys.ravel(), self.num_keys), device),
+            to_device((self.offsets - first_keys).ravel(), device),
+            to_device(rows, device),
+            to_device(np.array([m.multiplier for m in self.maps], np.int64), device),
+            to_device(self.first_keys, device),
+            to_device(np.array(paddings_at, np.int64), device),
+        )
         self._layouts: dict[object, tuple[Tensor, Tensor, Tensor]] = {}
 
     @property
@@ -111,6 +133,11 @@ class SlotSpace:
         found: Counts = np.add.reduceat(counts, self._group_starts, axis=0)
         return found
 
+    def by_table(self, values: Sequence[int]) -> Counts:
+        """Return for each table what `values` has for its group."""
+        found: Counts = np.repeat(values, self.group_ends - self._group_starts)
+        return found
+
     def request(self, tables: Sequence[int], ids: Sequence[Tensor]) -> Request:
         """Deduplicate the ids of some lookups, each of one table. The only host wait is for the
         counts."""
@@ -118,38 +145,41 @@ class SlotSpace:
         rows, multipliers, first_keys = self._layout(tables, [each.numel() for each in ids])
         is_bad = (joined < 0) | (joined >= rows)
         keys = (joined * multipliers).remainder_(rows).add_(first_keys)
-        ordered, order = torch.sort(keys)
+        ordered, order = torch.sort(keys, stable=True)
         seen = num_distinct(ordered)
-        at = [seen[torch.searchsorted(ordered, self._edges)], is_bad.sum()[None]]
-        if len(self._padding_keys):
+        at = [seen[torch.searchsorted(ordered, self._constants.edges)], is_bad.sum()[None]]
+        if len(self._constants.padding_keys):
             at += self._find_paddings(ordered, seen)
         told = to_host(torch.cat(at))
-        num_edges = len(self._edges)
+        num_edges = len(self._constants.edges)
         counts = np.diff(told[:num_edges]).reshape(self.num_tables, self.num_workers)
         ranks = seen[1:] - 1
         places = torch.empty_like(order).scatter_(0, order, ranks)
-        distinct = ordered.new_empty(int(told[num_edges - 1])).scatter_(0, ranks, ordered)
-        return Request(distinct, counts, places, bool(told[num_edges]), told[num_edges + 1 :])
+        firsts = first_of_each(seen, int(told[num_edges - 1]))
+        return Request(
+            ordered[firsts],
+            counts,
+            places,
+            order,
+            firsts,
+            bool(told[num_edges]),
+            told[num_edges + 1 :],
+        )
 
     def count(self, keys: Tensor) -> Counts:
         """Count sorted keys by table and owner."""
-        edges = to_host(torch.searchsorted(keys, self._edges))
+        edges = to_host(torch.searchsorted(keys, self._constants.edges))
         found: Counts = np.diff(edges).reshape(self.num_tables, self.num_workers)
         return found
 
     def indices(self, found: Keys) -> Tensor:
         """Return where each key's row is with its owner; in the order of the keys."""
-        return found.keys + repeat(self._shifts, found.counts.ravel())
+        return found.keys + repeat(self._constants.shifts, found.counts.ravel())
 
     def owners(self, counts: Counts) -> Tensor:
         """Return the owner of each key."""
         workers = torch.arange(self.num_workers, device=self.device).repeat(self.num_tables)
         return repeat(workers, counts.ravel())
-
-    def table_of_counts(self, counts: Counts) -> Tensor:
-        """Return the table of each of the items that `counts` counts by line and table."""
-        tables = torch.arange(counts.shape[1], device=self.device).repeat(counts.shape[0])
-        return repeat(tables, counts.ravel())
 
     def _layout(self, tables: Sequence[int], sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, multiplier and first key for each id. Batches of one shape share it."""
@@ -160,13 +190,14 @@ class SlotSpace:
                 self._layouts.clear()
             chosen = torch.tensor(list(tables), device=self.device)
             counts = np.array(sizes, np.int64)
-            values = (self._rows, self._multipliers, self._first_keys)
+            constants = self._constants
+            values = (constants.num_rows, constants.multipliers, constants.first_keys)
             rows, multipliers, firsts = (repeat(each[chosen], counts) for each in values)
             found = self._layouts[key] = rows, multipliers, firsts
         return found
 
     def _find_paddings(self, ordered: Tensor, seen: Tensor) -> list[Tensor]:
-        wanted = self._padding_keys
+        wanted = self._constants.padding_keys
         if not len(ordered):
             return [torch.full_like(wanted, -1)]
         at = torch.searchsorted(ordered, wanted)
@@ -181,6 +212,14 @@ def num_distinct(ordered: Tensor) -> Tensor:
         seen[1] = 1
         torch.cumsum(ordered[1:] != ordered[:-1], 0, out=seen[2:]).add_(1)
     return seen
+
+
+def first_of_each(seen: Tensor, number: int) -> Tensor:
+    """Return where each distinct value begins in a sorted tensor, of which `num_distinct` returned
+    `seen`. The number of distinct values is given, so no device is waited for."""
+    if seen.is_cpu:
+        return torch.from_numpy(np.flatnonzero(np.diff(seen.numpy())))
+    return torch.searchsorted(seen[1:], torch.arange(1, number + 1, device=seen.device))
 
 
 def by_owner(counts: Counts, device: torch.device) -> Tensor | None:

@@ -24,9 +24,15 @@ class Rows(Protocol):
     """What stands behind a table: where its rows are, and where their gradients go."""
 
     name: str
-    gradient: Tensor | None
     needs_gradient: bool
-    """As the parameter's `requires_grad`, which lookups would ask for by a detour."""
+    """As the parameter's `requires_grad`, which lookups would read through `__torch_function__`."""
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """What `.grad` is."""
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Set `.grad`, to None or to what it is."""
 
     @property
     def local(self) -> bool:
@@ -36,6 +42,9 @@ class Rows(Protocol):
         self, ids: Tensor, padding: int | None, wraps: bool
     ) -> tuple[Tensor, Tensor, int | None]:
         """The distinct rows, the place of each id among them, and the padding row's place."""
+
+    def embed(self, ids: Tensor, padding: int | None, wraps: bool) -> Tensor:
+        """The row of each id, as `F.embedding` returns them."""
 
     def values(self, why: str) -> Tensor:
         """All rows, without gradient."""
@@ -47,10 +56,16 @@ class Rows(Protocol):
         """Take new values for all rows."""
 
 
+def _set_grad(table: Table, gradient: Tensor | None) -> None:
+    table.rows.set_gradient(gradient)
+
+
 class Table(nn.Parameter):
     """A parameter of which only rows are used."""
 
     rows: Rows
+    # `zero_grad` reads and sets it for each table, which by way of `__torch_function__` takes long.
+    grad = property(attrgetter("rows.gradient"), _set_grad)
 
     @classmethod
     def __torch_function__(
@@ -115,6 +130,14 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
             parameter.data = data
 
 
+def take_plain_grad(parameter: Tensor) -> Tensor:
+    """Take away the gradient that autograd gave to a table's parameter itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: Tensor = Tensor.grad.__get__(parameter)  # type: ignore[union-attr]
+        Tensor.grad.__set__(parameter, None)  # type: ignore[union-attr]
+    return gradient
+
+
 # Lookups ----------------------------------------------------------------------------------
 
 
@@ -130,9 +153,7 @@ def _embedding(
     if max_norm or scale_grad_by_freq:
         _check_options(weight, max_norm, scale_grad_by_freq)
     padding = None if padding_idx is None else _padding_row(weight, padding_idx)
-    rows, places, padding = weight.rows.lookup(input, padding, False)
-    # As `F.embedding`, which would look for a lookup's options once more.
-    return torch.embedding(rows, places, -1 if padding is None else padding, False, False)
+    return weight.rows.embed(input, padding, False)
 
 
 def _embedding_bag(
@@ -166,8 +187,7 @@ def _embedding_bag(
 def _index_select(input: Table, dim: int, index: Tensor) -> Tensor:
     if dim not in (0, -input.dim()) or not isinstance(input, Table):
         return _whole(torch.index_select, (input, dim, index), {})  # type: ignore[no-any-return]
-    rows, places, _ = input.rows.lookup(index, None, False)
-    return rows.index_select(0, places)
+    return input.rows.embed(index, None, False)
 
 
 def _getitem(table: Table, index: Any) -> Tensor:
@@ -175,8 +195,7 @@ def _getitem(table: Table, index: Any) -> Tensor:
     ids = _ids_in(first)
     if ids is None or len(rest) >= table.dim() or not all(map(_takes_all, rest)):
         return _whole(Tensor.__getitem__, (table, index), {})  # type: ignore[no-any-return]
-    rows, places, _ = table.rows.lookup(ids.to(table.device), None, True)
-    return rows[places]
+    return table.rows.embed(ids.to(table.device), None, True)
 
 
 def _takes_all(index: Any) -> bool:
@@ -305,10 +324,6 @@ def _set_requires_grad(table: Table, needs: bool = True) -> Table:
         table.requires_grad_(needs)
     table.rows.needs_gradient = needs
     return table
-
-
-def _set_grad(table: Table, gradient: Tensor | None) -> None:
-    table.rows.gradient = gradient
 
 
 def _refuse(table: Table, what: str) -> NoReturn:

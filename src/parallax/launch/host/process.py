@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from parallax import variables
+from parallax.cluster import variables
 from parallax.launch.channel import Channel, Message, wait
 from parallax.launch.host import facts
 from parallax.launch.host.lifeline import adopt_orphans

@@ -13,7 +13,7 @@ import time
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-from parallax import variables
+from parallax.cluster import variables
 from parallax.launch import failure
 from parallax.launch.host.lifeline import PARENT_PID, die_with_parent
 from parallax.launch.host.rundir import RUN_DIRECTORY, STREAMS, RunDirectory, write_json

@@ -1,0 +1,1 @@
+"""Who runs where: environment, topology, process groups, heartbeats, and the step file."""
