@@ -22,10 +22,10 @@ from benchmarks.loopback import Loopback
 from benchmarks.origin import Theft, commit, machine, now
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import Workload, by_name
-from parallax.memory import available_bytes
+from parallax.planning.memory import available_bytes
 
 WARM_UP_STEPS = 4
-"""After which losses are compared; Parallax foresees lookups from the third step on."""
+"""After which losses are compared; Parallax prefetches from the third step on."""
 MAX_STEPS = 100
 """Of a turn."""
 SLOW_STEP_SECONDS = 4.0

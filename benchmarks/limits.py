@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.workloads import Table, Workload
 from benchmarks.workloads.workload import POOL
-from parallax import cost
+from parallax.planning import cost
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 

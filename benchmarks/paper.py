@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallax.cost import Cluster, Link, Touched
-from parallax.forecast import Architecture, Forecast, Table, Work, scaling
+from parallax.planning.cost import Cluster, Link, Touched
+from parallax.planning.forecast import Architecture, Forecast, Table, Work, scaling
 
 NUM_MACHINES, GPUS = (1, 2, 4, 8), 6
 CLUSTER = Cluster(

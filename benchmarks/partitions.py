@@ -21,7 +21,7 @@ from benchmarks.engines import ours
 from benchmarks.origin import Origin, Theft, theft_note
 from benchmarks.testbed import Testbed
 from benchmarks.workloads import by_name
-from parallax.journal import read
+from parallax.observability.journal import read
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16)
 MAX_EXCESS = 0.05

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.contest import Setting
 from benchmarks.limits import wire_seconds
 from benchmarks.workloads import by_name
-from parallax import cost
+from parallax.planning import cost
 
 PEERS = ("ddp-sparse", "horovod", "torchrec", "deepspeed")
 LOOKED_UP = ("parallax", *PEERS, "alone")

@@ -30,7 +30,7 @@ class Engine:
     """Whether each worker has all rows of the tables."""
     is_synchronous: bool = True
     rounds: bool = False
-    """Whether it moves numbers in fewer bits, so that its losses may differ."""
+    """Whether it rounds, or skips updates of untouched rows, so that its losses may differ."""
     waits_in_update: bool = False
     """Whether its update also waits for the exchange, so that the span says little."""
     num_processes: int = 1
@@ -110,6 +110,7 @@ _NAMED = {
         f"parallax-{wire}": ours(f"Parallax {wire}", rounds=True, wire=wire)
         for wire in ("bf16", "int8")
     },
+    "parallax-lazy": ours("Parallax lazy", rounds=True, lazy=True),
     # Also where the plan would have a table whole.
     "parallax-sharded": ours("Parallax sharded", routes={"tables.*": "sharded"}),
     # The rows that a worker of `lm` touches in most steps are all-reduced. Emulated layers only.

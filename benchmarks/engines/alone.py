@@ -1,4 +1,5 @@
-"""Every worker by itself, sparse gradients: what a step costs before anything is exchanged."""
+"""Every worker by itself: what a step costs before anything is exchanged. Gradients of tables are
+sparse, unless the optimizer takes dense ones only."""
 
 from __future__ import annotations
 
@@ -6,5 +7,5 @@ from benchmarks.engines.task import Task, Trainer, train
 
 
 def start(task: Task) -> Trainer:
-    model = task.model(sparse=True)
-    return train(task, model, task.adagrad(model.parameters()))
+    model = task.model(sparse=task.workload.adamw is None)
+    return train(task, model, task.optimizer(model.parameters()))

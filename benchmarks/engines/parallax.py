@@ -21,7 +21,7 @@ def start(task: Task) -> Trainer:
         task.workload = HotApart(task.workload, tuple(hot_rows), is_emulated=task.is_emulated)
     # On `meta` no worker ever has a whole table; all of them at once would not fit into memory.
     model = task.model(sparse=False, device="meta")
-    optimizer = task.adagrad(model.parameters())
+    optimizer = task.optimizer(model.parameters())
     tables = {
         f"tables.{place}.weight": start_rows(table)
         for place, table in enumerate(task.workload.tables)
@@ -67,8 +67,8 @@ def _clock_planning(task: Task, session: parallax.Session) -> None:
         (session.ledger, "add"),
         (session.ledger, "add_shared"),
         (session.ledger, "close_step"),
-        (session._course, "end_step"),
-        (session._course, "look"),
+        (session._training.adaptive_plan, "end_step"),
+        (session._training.adaptive_plan, "after_step"),
     ):
         setattr(owner, name, task.span("planning")(getattr(owner, name)))
 

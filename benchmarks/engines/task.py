@@ -50,9 +50,19 @@ class Task:
 
         return Model(self.workload, self.layers(), sparse=sparse, device=device)
 
+    def optimizer(self, parameters: Any) -> Any:
+        """The workload's, for engines that take any of torch's."""
+        import torch
+
+        if self.workload.adamw is None:
+            return self.adagrad(parameters)
+        options: dict[str, Any] = self.workload.adamw
+        return torch.optim.AdamW(parameters, self.workload.learning_rate, **options)
+
     def adagrad(self, parameters: Any) -> Any:
         import torch
 
+        self.workload.check_adagrad()
         torch.sparse.check_sparse_tensor_invariants.disable()  # Or Adagrad warns that it is off.
         workload = self.workload
         return torch.optim.Adagrad(

@@ -213,6 +213,7 @@ def _parts(variable: Any) -> list[Any]:
 
 
 def _adagrad(workload: Workload) -> Any:
+    workload.check_adagrad()
     from tf_keras.optimizers import legacy, schedules
 
     class Constant(schedules.LearningRateSchedule):

@@ -12,7 +12,19 @@ from benchmarks.workloads.workload import Batch, Table, Workload
 
 __all__ = ["NAMES", "TEXT", "Batch", "Table", "Workload", "by_name"]
 
-NAMES = ("lm", "lm-large", "nmt", "dlrm", "resnet", "small", "sparsity-<percent>")
+NAMES = (
+    "lm",
+    "lm-large",
+    "lm-adam",
+    "lm-adam-fused",
+    "nmt",
+    "dlrm",
+    "dlrm-adam",
+    "dlrm-adam-fused",
+    "resnet",
+    "small",
+    "sparsity-<percent>",
+)
 _KINDS = ("lm", "nmt", "dlrm", "resnet", "small", "sparsity")
 TEXT = "text"
 """Only to converge on; it has no batches to draw from nothing."""

@@ -1,4 +1,8 @@
-"""A recommendation model: 26 tables, one id of each in a sample, and dense features."""
+"""A recommendation model: 26 tables, one id of each in a sample, and dense features.
+
+`dlrm-adam` trains with Adam, which changes every row in each step, and `dlrm-adam-fused` with its
+fused kernel. Their optimizer is AdamW without weight decay, which is the same as Adam.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 NUM_TABLES, ROWS, WIDTH, NUM_DENSE, SAMPLES = 26, 40_000, 64, 13, 512
+VARIANTS: dict[str, dict[str, object]] = {
+    "adam": {"weight_decay": 0.0},
+    "adam-fused": {"weight_decay": 0.0, "fused": True},
+}
+"""Options of AdamW."""
 
 
 class Recommender(Workload):
-    name = "dlrm"
     compute_ms = 10.0
     samples = (SAMPLES, "samples")
     tables = tuple(Table(f"feature{i}", ROWS, WIDTH) for i in range(NUM_TABLES))
+
+    def __init__(self, name: str, adamw: dict[str, object] | None = None) -> None:
+        self.name = name
+        if adamw is not None:
+            self.learning_rate, self.adamw = 0.001, adamw
 
     def batch(self, step: int, rank: int) -> Batch:
         random = self.random(step, rank)
@@ -34,6 +47,9 @@ class Recommender(Workload):
 
 
 def make(variant: str) -> Workload:
-    if variant:
-        raise ValueError(f"workload 'dlrm-{variant}': there is dlrm")
-    return Recommender()
+    if not variant:
+        return Recommender("dlrm")
+    if variant not in VARIANTS:
+        known = ", ".join(f"dlrm-{each}" for each in VARIANTS)
+        raise ValueError(f"workload 'dlrm-{variant}': there are dlrm, {known}")
+    return Recommender(f"dlrm-{variant}", VARIANTS[variant])

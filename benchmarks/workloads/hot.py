@@ -28,6 +28,7 @@ class HotApart(Workload):
         self._whole, self._num_hot = whole, num_hot
         self.name, self.samples, self.compute_ms = whole.name, whole.samples, whole.compute_ms
         self.learning_rate, self.accumulator = whole.learning_rate, whole.accumulator
+        self.adamw = whole.adamw
         hot = (
             Table(f"{table.name}-hot", count, table.width)
             for table, count in zip(whole.tables, num_hot, strict=True)

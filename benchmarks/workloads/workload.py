@@ -53,8 +53,8 @@ class Workload:
     """Tables, and layers that make a loss of their rows.
 
     A subclass has `tables`, `samples` (what a worker's batch counts, and their unit), `compute_ms`
-    (what an emulated accelerator takes for the layers of a batch), `learning_rate` (of Adagrad),
-    `batch` and `layers`.
+    (what an emulated accelerator takes for the layers of a batch), `learning_rate`, `batch` and
+    `layers`. It trains with Adagrad, or with AdamW if it has `adamw`.
     """
 
     name: str
@@ -64,6 +64,8 @@ class Workload:
     learning_rate: float = 0.03
     accumulator: float = 1e-5
     """Adagrad's sum of squares as training begins."""
+    adamw: dict[str, object] | None = None
+    """Options of torch.optim.AdamW; it takes no sparse gradients."""
 
     def batch(self, step: int, rank: int) -> Batch:
         raise NotImplementedError
@@ -71,6 +73,14 @@ class Workload:
     def layers(self) -> nn.Module:
         """A module of (rows of each table, others) → the mean loss, the same on every worker."""
         raise NotImplementedError
+
+    def check_adagrad(self) -> None:
+        """Refuse an engine that trains with Adagrad only."""
+        if self.adamw is not None:
+            raise ValueError(
+                f"{self.name} trains with AdamW: take the engines parallax, parallax-lazy, "
+                "ddp-dense and alone"
+            )
 
     @property
     def table_bytes(self) -> int:
